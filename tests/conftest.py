@@ -1,0 +1,147 @@
+"""How answers meet specs: `--answers` says whose, `--device` says where.
+
+A spec takes the fixture `answer` and is run once for each answer that was selected. The candidate's
+answer, the reference and other right answers must pass. A wrong answer runs only under the spec
+that it names and must fail there, with the words that it names. A stub must fail everywhere with
+NotImplementedError and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kit import verdict
+from kit.answers import Answer, load, sources
+from kit.catalog import find_kata
+from kit.hygiene import clean_slate
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("memory katas")
+    group.addoption(
+        "--answers",
+        default="katas",
+        help="katas (default), solutions, right, stubs, wrong, or a file; commas join them",
+    )
+    group.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where to run")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "answer" not in metafunc.fixturenames:
+        return
+    kata = find_kata(metafunc.definition.path.parent.name)
+    try:
+        answers = sources(kata, metafunc.config.getoption("--answers"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    name = metafunc.function.__name__
+    answers = [a for a in answers if a.wrong is None or a.wrong.caught_by.partition("[")[0] == name]
+    metafunc.parametrize("answer", answers, ids=str, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a wrong answer only under the case that it names; skip what this device cannot show."""
+    kept, dropped = [], []
+    for item in items:
+        answer = _answer_of(item)
+        wanted = answer.wrong.caught_by if answer and answer.wrong else ""
+        (kept if "[" not in wanted or wanted == _spec_of(item) else dropped).append(item)
+        if item.get_closest_marker("gpu") and config.getoption("--device") != "cuda":
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+    cases = {_spec_of(item) for item in kept if (a := _answer_of(item)) and a.wrong}
+    for wanted in {a.wrong.caught_by for item in dropped if (a := _answer_of(item)) and a.wrong}:
+        if wanted not in cases:
+            raise pytest.UsageError(f"a wrong answer names {wanted}, and no spec has that case")
+
+
+def _answer_of(item: pytest.Item) -> Answer | None:
+    callspec = getattr(item, "callspec", None)
+    answer = callspec.params.get("answer") if callspec else None
+    return answer if isinstance(answer, Answer) else None
+
+
+def _spec_of(item: pytest.Item) -> str:
+    """The spec's name and the id of its case, without the id of the answer."""
+    callspec = getattr(item, "callspec", None)
+    name = getattr(item, "originalname", item.name)
+    ids = [i for i in callspec._idlist if i != str(_answer_of(item))] if callspec else []
+    return f"{name}[{'-'.join(ids)}]" if ids else name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Turn the outcome round for answers that must fail."""
+    __tracebackhide__ = True
+    answer = _answer_of(pyfuncitem)
+    if answer is None or answer.kind not in ("stubs", "wrong"):
+        return (yield)
+    try:
+        yield
+    except Exception as error:
+        if answer.wrong is None:
+            if isinstance(error, NotImplementedError):
+                return True
+            raise
+        honest = answer.wrong.raises or verdict.SpecFailure
+        if not isinstance(error, honest):
+            raise
+        if answer.wrong.says not in str(error):
+            pytest.fail(
+                f"{answer} is caught, but not for the reason that it names: "
+                f"{answer.wrong.says!r} is not in the message:\n{error}"
+            )
+        return True
+    pytest.fail(f"the spec accepts {answer}: {answer.wrong.belief if answer.wrong else 'a stub'}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    if call.when == "call":
+        item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in verdict.bars]
+        verdict.bars.clear()
+    return (yield)
+
+
+@pytest.fixture
+def answer(request: pytest.FixtureRequest) -> ModuleType:
+    """The module under judgement, imported once for a whole run."""
+    return _module(request.config, request.param)
+
+
+@pytest.fixture
+def reference(request: pytest.FixtureRequest) -> ModuleType:
+    """The reference solution of the same kata, for the bars."""
+    kata = find_kata(request.path.parent.name)
+    return _module(request.config, sources(kata, "solutions")[0])
+
+
+_MODULES = pytest.StashKey[dict[str, ModuleType]]()
+
+
+def _module(config: pytest.Config, answer: Answer) -> ModuleType:
+    modules = config.stash.setdefault(_MODULES, {})
+    key = str(answer.path)
+    if key not in modules:
+        modules[key] = load(answer.path)
+    return modules[key]
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the spec runs: `--device`."""
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _clean_torch() -> None:
+    """Every spec starts from the same torch, whatever an answer before it has left behind."""
+    clean_slate()
+    verdict.bars.clear()

@@ -1,0 +1,1 @@
+"""Instruments: the memory ruler, answer loading, checks that explain themselves, toy models."""

@@ -1,0 +1,29 @@
+"""Puts torch back as a fresh process has it, so that no answer can disturb the spec after it."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+
+def clean_slate() -> None:
+    """Reset the modes, hooks, defaults and random state that an answer may have left behind."""
+    while _get_current_dispatch_mode_stack():
+        _pop_mode()
+    while _hooks_in_force():
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device, False)
+    torch.clear_autocast_cache()
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+
+
+def _hooks_in_force() -> bool:
+    try:
+        with disable_saved_tensors_hooks("some are in force"):
+            return False
+    except RuntimeError:
+        return True
