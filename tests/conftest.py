@@ -31,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where to run")
 
 
+def pytest_configure() -> None:
+    # The shapes are small: threads cost more than they bring, and two runs side by side would
+    # fight for the cores.
+    torch.set_num_threads(1)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "answer" not in metafunc.fixturenames:
         return

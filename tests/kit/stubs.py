@@ -2,7 +2,7 @@
 
 What goes: the bodies of public functions and methods, everything whose name starts with an
 underscore, and imports that nothing left in the file uses. What stays: docstrings, signatures, and
-given code, which is every NamedTuple, dataclass and public constant.
+given code, which is every NamedTuple, Protocol, dataclass and public constant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def make_stub(solution: str) -> str:
     lines: list[str | None] = list(solution.splitlines())
     for node in tree.body:
         if _is_private(node):
-            _blank(lines, _first_line(node), node.end_lineno or node.lineno)
+            _drop(lines, node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             _take_body(lines, node)
         elif isinstance(node, ast.ClassDef) and not _is_given(node):
@@ -61,36 +61,42 @@ def _is_private(node: ast.stmt) -> bool:
 
 def _is_given(node: ast.ClassDef) -> bool:
     marks = [ast.unparse(part) for part in [*node.bases, *node.decorator_list]]
-    return any("NamedTuple" in mark or "dataclass" in mark for mark in marks)
+    given = ("NamedTuple", "Protocol", "dataclass")
+    return any(kind in mark for mark in marks for kind in given)
 
 
 def _strip_class(lines: list[str | None], node: ast.ClassDef) -> None:
     for member in node.body:
         if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if member.name.startswith("_") and not member.name.startswith("__"):
-                _blank(lines, _first_line(member), member.end_lineno or member.lineno)
+                _drop(lines, member)
             else:
                 _take_body(lines, member)
 
 
-def _first_line(node: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno] + [decorator.lineno for decorator in decorators])
-
-
 def _take_body(lines: list[str | None], node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-    start = node.body[0]
+    for decorator in node.decorator_list:
+        # The others, torch.no_grad for one, are part of the answer.
+        if ast.unparse(decorator) not in ("property", "staticmethod", "classmethod"):
+            _blank(lines, decorator.lineno, decorator.end_lineno or decorator.lineno)
+    start, last = node.body[0], node.end_lineno or node.lineno
     has_docstring = ast.get_docstring(node) is not None
     first = (start.end_lineno or 0) + 1 if has_docstring else start.lineno
-    last = node.end_lineno or node.lineno
-    indent = " " * (node.col_offset + 4)
-    _blank(lines, first, last)
-    keep = first - 1 if first <= last else last
-    raising = f"{indent}raise NotImplementedError"
+    raising = f"{' ' * (node.col_offset + 4)}raise NotImplementedError"
     if first <= last:
-        lines[keep] = raising
+        _blank(lines, first, last)
+        lines[first - 1] = raising
     else:  # a function that is only its docstring
         lines[last - 1] = f"{lines[last - 1]}\n{raising}"
+
+
+def _drop(lines: list[str | None], node: ast.stmt) -> None:
+    """Take a whole definition out, with its decorators and the comment that stands over it."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    first = min([node.lineno] + [decorator.lineno for decorator in decorators])
+    while first > 1 and (lines[first - 2] or "").lstrip().startswith("#"):
+        first -= 1
+    _blank(lines, first, node.end_lineno or node.lineno)
 
 
 def _blank(lines: list[str | None], first: int, last: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from kit.toys import mlp
 from kit.verdict import check_bar, check_equal, check_raises
-from torch import nn
 
 
 class History(torch.optim.Optimizer):

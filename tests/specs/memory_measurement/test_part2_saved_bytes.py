@@ -7,11 +7,12 @@ import weakref
 
 import pytest
 import torch
-from kit.toys import mlp
-from kit.verdict import check, check_bar, check_close, check_equal, check_raises, fail
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from kit.toys import mlp
+from kit.verdict import check, check_bar, check_close, check_equal, check_raises, fail
 
 
 class TestPart2SavedBytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+
 from kit.ruler import bytes_of, measure
 from kit.toys import Block, mlp
 from kit.verdict import check, check_bar, check_close, check_equal, check_raises
 from kit.witness import allocator_peak
-from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 KIB = 1024
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kit.toys import mlp
 from kit.verdict import check_bar, check_close, check_equal, check_raises
 

@@ -1,0 +1,53 @@
+"""What training has changed: copies of weights, gradients and optimizer state to compare with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kit.verdict import check
+
+
+class Snapshot:
+    """Weights, gradients and optimizer state at one moment, by value."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.before = self._now()
+
+    def check_unchanged(self, when: str, *, cause: str, gradients: bool = True) -> None:
+        """Fail if weights, optimizer state or (unless told otherwise) gradients are others now."""
+        __tracebackhide__ = True
+        now = self._now()
+        kinds = ["weights", "optimizer state"] + (["gradients"] if gradients else [])
+        changed = [kind for kind in kinds if not _same(self.before[kind], now[kind])]
+        check(
+            not changed,
+            expected=f"weights and optimizer state as before {when}",
+            got=f"{' and '.join(changed)} changed",
+            cause=cause,
+        )
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            "weights": {k: v.detach().clone() for k, v in self.model.state_dict().items()},
+            "gradients": [None if p.grad is None else p.grad.clone() for p in self._parameters()],
+            "optimizer state": copy.deepcopy(self.optimizer.state_dict()),
+        }
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
