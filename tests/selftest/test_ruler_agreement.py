@@ -1,0 +1,284 @@
+"""The memory ruler against instruments that nobody here wrote, and in whole training steps.
+
+Run with -s to see the table: bytes above the baseline by the ruler and by the CPU allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kit.ruler import bytes_of, human, measure
+from kit.witness import allocator_peak
+
+Step = Callable[[], object]
+Workload = tuple[str, Step, list[object]]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block of width 144 with 6 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(144), nn.LayerNorm(144)
+        self.qkv, self.out = nn.Linear(144, 3 * 144), nn.Linear(144, 144)
+        self.mlp = nn.Sequential(nn.Linear(144, 576), nn.GELU(), nn.Linear(576, 144))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, time, 144), as is the result
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, 6, d // 6).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+        result: torch.Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class BlockOfModules(Block):
+    """The same with nn.MultiheadAttention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(144, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        result: torch.Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+# Each step drops its own gradients: the witness cannot see the free of memory older than the step.
+
+
+def backward_step(name: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Workload:
+    def step() -> None:
+        F.cross_entropy(model(x).flatten(0, -2), y).backward()
+        model.zero_grad()
+
+    return name, step, [model, x, y]
+
+
+def forward_step(name: str, model: nn.Module, x: torch.Tensor) -> Workload:
+    return name, lambda: model(x), [model, x]
+
+
+def amp_step(name: str, dtype: torch.dtype, foreach: bool) -> Workload:
+    model, x = nn.Sequential(Block(), Block()), torch.randn(5, 90, 144)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype is torch.float16)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    step()  # makes the optimizer's state
+    return name, step, [model, optimizer, x]
+
+
+def workloads() -> list[Workload]:
+    torch.manual_seed(11)
+    mlp = nn.Sequential(
+        nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 10)
+    )
+    rows, labels = torch.randn(130, 200), torch.randint(10, (130,))
+    blocks, modules = nn.Sequential(Block(), Block()), nn.Sequential(BlockOfModules(), Block())
+    words, classes = torch.randn(5, 90, 144), torch.randint(144, (5 * 90,))
+    return [
+        forward_step("mlp, forward", mlp, rows),
+        backward_step("mlp, forward and backward", mlp, rows, labels),
+        forward_step("transformer, forward", blocks, words),
+        backward_step("transformer, forward and backward", blocks, words, classes),
+        backward_step("nn.MultiheadAttention, both", modules, words, classes),
+        amp_step("AMP bfloat16, Adam foreach", torch.bfloat16, foreach=True),
+        amp_step("AMP bfloat16, Adam for-loop", torch.bfloat16, foreach=False),
+        amp_step("AMP float16, GradScaler, Adam", torch.float16, foreach=True),
+    ]
+
+
+def agreement_table() -> list[tuple[str, int, int]]:
+    """Name, ruler and witness of each workload, both in bytes above the baseline."""
+    return [
+        (name, measure(step, known=known).above_baseline, allocator_peak(step))
+        for name, step, known in workloads()
+    ]
+
+
+def test_the_ruler_agrees_with_the_cpu_allocator_within_two_percent() -> None:
+    table = agreement_table()
+    print()
+    for name, ruler, witness in table:
+        print(f"{name:36} {ruler:>12,} {witness:>12,} {ruler / witness:.4f}")
+    wrong = [row for row in table if abs(row[1] / row[2] - 1) > 0.02]
+    assert not wrong
+
+
+def test_the_witness_reads_the_same_each_time_and_counts_what_is_freed() -> None:
+    def step() -> None:
+        first = torch.ones(3000)
+        del first
+        torch.ones(5000)
+        torch.ones(2000)
+
+    assert {allocator_peak(step) for _ in range(4)} == {4 * 5000}
+
+
+def test_the_ruler_is_blind_to_the_scratch_memory_of_conv2d() -> None:
+    conv, x = nn.Conv2d(5, 24, 3, padding=1), torch.randn(3, 5, 64, 60)
+    ruler = measure(lambda: conv(x), known=[conv, x]).above_baseline
+    witness = allocator_peak(lambda: conv(x))
+    print(f"\nconv2d forward: {human(ruler)} of {human(witness)}")
+    # the output alone: 3 x 24 x 64 x 60 float32
+    assert ruler == 4 * 3 * 24 * 64 * 60
+    assert ruler < 0.8 * witness
+
+
+def test_several_forwards_in_one_step_hold_one_more_set_of_activations_each() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 70))
+    x = torch.randn(130, 200)
+
+    def together(n: int) -> None:
+        torch.stack([model(x).square().mean() for _ in range(n)]).sum().backward()
+        model.zero_grad()
+
+    def in_turn(n: int) -> None:
+        for _ in range(n):
+            model(x).square().mean().backward()
+        model.zero_grad()
+
+    one, three = (measure(partial(in_turn, n), known=[model, x]) for n in (1, 3))
+    held = measure(lambda: together(3), known=[model, x])
+    gradients = bytes_of(model)
+    assert one.above_baseline <= three.above_baseline <= one.above_baseline + gradients
+    # each further forward holds input and output of gelu (2 x 130 x 300) and the output (130 x 70)
+    assert held.above_baseline > one.above_baseline + 2 * (2 * 156_000)
+
+
+def test_one_checkpoint_around_everything_leaves_the_peak_and_one_per_block_lowers_it() -> None:
+    torch.manual_seed(3)
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in range(7)
+    )
+    x = torch.randn(650, 96)
+
+    def everything(h: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            h = block(h)
+        return h
+
+    def per_block(h: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return h
+
+    def peak(forward: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        def step() -> None:
+            forward(x).sum().backward()
+            blocks.zero_grad()
+
+        return measure(step, known=[blocks, x]).above_baseline
+
+    plain = peak(everything)
+    around = peak(partial(checkpoint, everything, use_reentrant=False))
+    assert 0.9 * plain < around <= 1.1 * plain
+    assert peak(per_block) < 0.4 * plain
+
+
+WORLD = 8
+
+
+@pytest.fixture
+def simulated_world() -> Iterator[None]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(per_block: bool) -> nn.Sequential:
+    """8 blocks of a 360 x 360 weight (518,400 bytes), FSDP2 over the simulated ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = nn.Sequential(*(nn.Linear(360, 360, bias=False) for _ in range(8)))
+    if per_block:
+        for block in model:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@pytest.mark.usefixtures("simulated_world")
+def test_fsdp_gives_freed_parameters_back_so_that_wrapping_each_block_lowers_the_peak() -> None:
+    x = torch.randn(6, 360)
+    full, peaks = 8 * 518_400, list[int]()
+    for per_block in (True, False):
+        model = sharded(per_block)
+
+        def step(model: nn.Module = model) -> None:
+            model(x).sum().backward()
+            model.zero_grad()
+
+        # the first step allocates the gathered parameters, and later steps grow them again
+        first, second = (measure(step, known=[model, x]) for _ in range(2))
+        assert first.baseline == second.baseline == bytes_of(model, x)
+        assert first.above_baseline == second.above_baseline
+        assert first.retained == second.retained == 0
+        peaks.append(first.above_baseline)
+    print(f"\nFSDP2 per block {human(peaks[0])}, root only {human(peaks[1])}, model {human(full)}")
+    # The root alone gathers the whole model, and whole gradients stand beside it. Per block it is
+    # two gathered weights, the buffers that they came in and a gradient: less than 6 of 8 blocks.
+    assert peaks[1] >= 2 * full
+    assert peaks[0] <= full * 6 / 8
+
+
+@pytest.mark.usefixtures("simulated_world")
+def test_a_dtensor_counts_its_local_bytes_and_not_its_global_size() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    local = torch.ones(30, 50)
+    x = DTensor.from_local(local, mesh, [Shard(0)])
+    y = DTensor.from_local(torch.ones(30, 50), mesh, [Shard(0)])
+    assert x.shape == (30 * WORLD, 50)
+    assert bytes_of(x) == bytes_of(local) == 6144  # 30 x 50 float32, rounded
+    reading = measure(lambda: (x + y) * 2, known=[x, y])
+    assert (reading.baseline, reading.above_baseline) == (2 * 6144, 2 * 6144)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_reading_is_the_allocators_own() -> None:
+    model = nn.Sequential(Block(), Block()).cuda()
+    x = torch.randn(5, 90, 144, device="cuda")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    reading = measure(step, "cuda")
+    # the same step without the sampling mode
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    baseline = torch.cuda.memory_allocated()
+    step()
+    assert reading.baseline == baseline
+    assert reading.peak == torch.cuda.max_memory_allocated()
+    assert reading.retained == 0
+    assert reading.timeline[0] == baseline
+    assert max(reading.timeline) <= reading.peak
