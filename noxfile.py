@@ -1,0 +1,181 @@
+"""Every command of the repository. `nox` draws the board; `nox -l` lists the rest.
+
+All sessions share one environment, `.venv`, which is made here and filled again only when
+pyproject.toml changes. `nox --no-venv` installs nothing and runs on the interpreter that nox itself
+runs on, which is how a machine with a torch of its own is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["board"]
+
+# nox looks for uv whether or not a session wants it, and would say so above every screen.
+logging.getLogger("nox").addFilter(lambda record: "uv binary" not in record.getMessage())
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "memory-katas-installed"
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+
+
+@nox.session
+def board(session: nox.Session) -> None:
+    """Where every kata stands, judged from your files, and what to do next."""
+    _desk(session, "board")
+
+
+@nox.session
+def kata(session: nox.Session) -> None:
+    """Judge one kata, or the next unsolved: nox -s kata -- [NAME] [--all] [--answers WHOSE]."""
+    _desk(session, "kata")
+
+
+@nox.session
+def hint(session: nox.Session) -> None:
+    """One hint at a time: nox -s hint -- NAME [PART] [RUNG]."""
+    _desk(session, "hint")
+
+
+@nox.session
+def reset(session: nox.Session) -> None:
+    """A fresh stub, never over your work unasked: nox -s reset -- NAME [--force], or --every."""
+    _desk(session, "reset")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The same specs on CUDA, with what only a GPU shows: nox -s gpu -- [NAME]."""
+    _desk(session, "gpu")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The proof of the repository: right answers pass, wrong ones and stubs are caught."""
+    python = _python(session, "prove")
+    proof = ("--answers=solutions,right,stubs,wrong", "--device=cpu")
+    _run(session, python, "-m", "pytest", "tests/specs", "tests/selftest", *proof, *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and types: ruff check, ruff format --check, mypy --strict."""
+    python = _python(session, "prove", "lint")
+    _run(session, python, "-m", "ruff", "check", ".")
+    _run(session, python, "-m", "ruff", "format", "--check", ".")
+    _run(session, python, "-m", "mypy", "tests/kit", "tests/desk", "solutions", "noxfile.py")
+
+
+def _desk(session: nox.Session, command: str) -> None:
+    _run(session, _python(session, "judge"), "-m", "desk", command, *session.posargs)
+
+
+def _run(session: nox.Session, *command: str) -> None:
+    """Run in the foreground. Nothing is cut short at Ctrl-C: the desk ends its own processes."""
+    session.run(
+        *command,
+        env={"PYTHONPATH": str(ROOT / "tests")},
+        external=True,
+        log=False,
+        interrupt_timeout=10,
+        terminate_timeout=5,
+    )
+
+
+def _python(session: nox.Session, *groups: str) -> str:
+    """The interpreter with everything that the session needs."""
+    if _is_without_venv():
+        _check_installed(session, _requirements(*groups))
+        return sys.executable
+    python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not (python.exists() and STAMP.exists() and STAMP.read_text() == _stamp()):
+        _install(session, python)
+    return str(python)
+
+
+def _is_without_venv() -> bool:
+    # Sessions of the backend "none" look the same to nox with and without --no-venv.
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    forced = any(
+        word in ("-fb", "--force-venv-backend") and value == "none"
+        for word, value in itertools.pairwise(own)
+    )
+    return forced or "--no-venv" in own or "--force-venv-backend=none" in own
+
+
+def _stamp() -> str:
+    pyproject = (ROOT / "pyproject.toml").read_bytes()
+    return f"{hashlib.sha256(pyproject).hexdigest()} {sys.version}"
+
+
+def _install(session: nox.Session, python: Path) -> None:
+    """Make .venv and fill it. The stamp comes last, so that a half-made one is made again."""
+    session.log("preparing .venv, once; torch is large, so this takes a few minutes")
+    STAMP.unlink(missing_ok=True)
+    if not _is_healthy(python):
+        shutil.rmtree(VENV, ignore_errors=True)
+        _quietly(session, sys.executable, "-m", "venv", str(VENV))
+    packages = nox.project.dependency_groups(PROJECT, "dev")
+    _quietly(session, str(python), "-m", "pip", "install", "--quiet", *packages)
+    STAMP.write_text(_stamp())
+
+
+def _is_healthy(python: Path) -> bool:
+    """Whether it runs, has a pip, and is of the version that nox runs on."""
+    program = "import pip, sys; print(sys.version)"
+    if not python.exists():
+        return False
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+    return done.returncode == 0 and done.stdout.strip() == sys.version.strip()
+
+
+def _quietly(session: nox.Session, *command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        for line in (done.stdout + done.stderr).strip().splitlines()[-4:]:
+            session.log(line[:300])
+        session.error(
+            ".venv could not be prepared; the lines above say why. Without a network, "
+            f"`{sys.executable} -m nox --no-venv` uses what is installed there already"
+        )
+
+
+def _requirements(*groups: str) -> list[str]:
+    named = nox.project.dependency_groups(PROJECT, *groups)
+    return list(dict.fromkeys([*PROJECT["project"]["dependencies"], *named]))
+
+
+def _check_installed(session: nox.Session, requirements: list[str]) -> None:
+    """Say everything that is missing or does not fit, at once."""
+    lines = [line for requirement in requirements if (line := _unmet(Requirement(requirement)))]
+    if lines:
+        listed = "".join(f"\n  {line}" for line in lines)
+        session.error(f"{sys.executable} lacks what {session.name} needs:{listed}")
+
+
+def _unmet(wanted: Requirement) -> str:
+    if wanted.marker and not wanted.marker.evaluate():
+        return ""
+    want = f"wanted {wanted.name}{wanted.specifier}"
+    try:
+        found = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        return f"{wanted.name} is not installed, {want}"
+    # A torch of one's own is often a pre-release or has a local version such as +cu126.
+    if wanted.specifier.contains(found, prereleases=True):
+        return ""
+    return f"{wanted.name} is {found}, {want}"

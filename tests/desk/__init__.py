@@ -1,0 +1,1 @@
+"""What people see: verdicts, the board, hints, fresh stubs."""

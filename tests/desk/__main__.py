@@ -1,0 +1,87 @@
+"""`python -m desk COMMAND`, as the sessions of the noxfile call it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from desk import board, gpu, hints, kata, reset
+from desk.kata import Misuse
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; its exit code. 2: what was typed cannot be done; 130: Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except Misuse as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nStopped; nothing was left running.", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "board":
+        return board.run(options.timeout)
+    if options.command == "kata":
+        device, limit = options.device, options.timeout
+        return kata.run(options.name, options.answers, device, options.all, limit)
+    if options.command == "gpu":
+        return gpu.run(options.name, options.answers, options.timeout)
+    if options.command == "hint":
+        return hints.run(options.name, options.part, options.rung)
+    if bool(options.name) == options.every:
+        raise Misuse("say what to reset: nox -s reset -- NAME, or --every")
+    return reset.run(options.name, options.force)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="desk", description="Memory Katas")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("board", help="where every kata stands, and what to do next")
+    _add_timeout(command)
+
+    command = commands.add_parser("kata", help="judge one kata, or the next unsolved one")
+    command.add_argument("name", nargs="?")
+    command.add_argument("--all", action="store_true", help="run on after the first failure")
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    _add_answers(command)
+    _add_timeout(command)
+
+    command = commands.add_parser("gpu", help="the same specs on a CUDA device")
+    command.add_argument("name", nargs="?")
+    _add_answers(command)
+    _add_timeout(command)
+
+    command = commands.add_parser("hint", help="one hint: NAME, the part, the rung")
+    command.add_argument("name")
+    command.add_argument("part", nargs="?", type=int, default=1)
+    command.add_argument("rung", nargs="?", type=int, default=1)
+
+    command = commands.add_parser("reset", help="write a fresh stub; somebody's work is kept")
+    command.add_argument("name", nargs="?")
+    command.add_argument("--every", action="store_true", help="the stubs of all katas")
+    command.add_argument("--force", action="store_true", help="also where work would be replaced")
+    return parser
+
+
+def _add_answers(command: argparse.ArgumentParser) -> None:
+    words = "whose answer: katas (yours, the default), solutions, or the path of a file"
+    command.add_argument("--answers", default="katas", help=words)
+
+
+def _add_timeout(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--timeout", type=float, default=20.0, help="seconds for one spec (20)")
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)  # the judging process must go with us
+    raise SystemExit(main())

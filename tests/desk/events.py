@@ -1,0 +1,137 @@
+"""What the judging process tells the desk: one JSON object a line, each with a word for what it is.
+
+Both ends import this module, so it needs neither torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+# How a spec can end. "todo" is NotImplementedError out of the candidate's own file; "skipped" is
+# what this device cannot show.
+PASSED, FAILED, TODO, SKIPPED = "passed", "failed", "todo", "skipped"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why something is not right, in the words that the screen shows; empty fields are left out.
+
+    `kind` names the problem in two or three words; `line` counts from 1 (0: no line is known) and
+    `caret` is the column of `source` to point at, from 1 (0: none).
+    """
+
+    kind: str
+    got: str
+    expected: str = ""
+    cause: str = ""
+    path: str = ""
+    line: int = 0
+    function: str = ""
+    source: str = ""
+    caret: int = 0
+
+    @property
+    def at(self) -> str:
+        """The place as an editor understands it: path:line."""
+        return f"{self.path}:{self.line}" if self.line else self.path
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A memory bar; each row is a label, its bytes, and the same with a unit."""
+
+    title: str
+    formula: str
+    rows: list[tuple[str, int, str]]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One spec, or one case of it, as the candidate knows it; `part` counts from 1."""
+
+    id: str
+    part: int
+    title: str
+    subject: str
+    group: str
+    sentence: str
+    case: str
+    gpu: bool
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The specs that were found, in teaching order."""
+
+    word: ClassVar[str] = "collected"
+    specs: list[Spec]
+    import_torch: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """A spec begins."""
+
+    word: ClassVar[str] = "started"
+    id: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A spec has ended; `reason` says why it was skipped."""
+
+    word: ClassVar[str] = "outcome"
+    id: str
+    result: str
+    seconds: float = 0.0
+    problem: Problem | None = None
+    reason: str = ""
+    charts: list[Chart] = field(default_factory=list)
+    prints: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The file cannot be judged at all; said once, whatever the number of specs."""
+
+    word: ClassVar[str] = "broken"
+    problem: Problem
+    prints: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run came to its end by itself; without this event nothing counts as passed."""
+
+    word: ClassVar[str] = "finished"
+
+
+Event = Collected | Started | Outcome | Broken | Finished
+
+
+def encode(event: Event) -> str:
+    """The event as one line."""
+    return json.dumps({"event": event.word, **dataclasses.asdict(event)}) + "\n"
+
+
+def decode(line: str) -> Event:
+    """The event that `encode` made a line of."""
+    data: dict[str, Any] = json.loads(line)
+    word = data.pop("event")
+    if word == Collected.word:
+        return Collected([Spec(**spec) for spec in data["specs"]], data["import_torch"])
+    if word == Started.word:
+        return Started(**data)
+    if word == Finished.word:
+        return Finished()
+    problem = Problem(**data["problem"]) if data["problem"] else None
+    if word == Broken.word and problem:
+        return Broken(problem, data["prints"])
+    charts = [
+        Chart(chart["title"], chart["formula"], [(row[0], row[1], row[2]) for row in chart["rows"]])
+        for chart in data.pop("charts")
+    ]
+    return Outcome(**{**data, "problem": problem, "charts": charts})

@@ -1,0 +1,208 @@
+"""Turns what a spec raised into expected, got, likely cause, and the line of the candidate's file.
+
+Runs in the judging process, where the exception still has its frames.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from desk import source
+from desk.events import Problem
+from desk.source import Place
+from kit.catalog import shown
+from kit.verdict import SpecFailure
+
+# "train_step() got an unexpected ...", "Writer.__init__() missing 1 required ...",
+# "Counter() takes no arguments": how Python says that a call does not fit.
+_MISFIT = re.compile(r"^([A-Za-z_][\w.]*)\(\) (?:got|takes|missing) ")
+
+# What an answer may raise so that pytest takes the spec for something else than failed.
+_ENDINGS = ("Skipped", "SkipTest", "XFailed", "Exit", "KeyboardInterrupt")
+
+TODO_KIND = "not written"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The file under judgement, the reference beside it, and what the spec is about."""
+
+    path: Path
+    reference: Path
+    subject: str
+    limit: float
+    importing: bool = False
+
+
+def explain(error: BaseException, judged: Judged) -> Problem:
+    """What the exception means for the candidate."""
+    place = place_in(error, judged.path)
+    here = (place or source.find(judged.path, judged.subject)).fields()
+    if isinstance(error, SpecFailure):
+        return Problem("wrong", error.got, error.expected, error.cause, **here)
+    if _is_timeout(error):
+        return _timeout(judged, place, here)
+    if isinstance(error, SystemExit):
+        return _exit(error, judged, here)
+    if judged.importing:
+        return _import(error, judged, here)
+    if is_todo(error, judged.path):
+        return Problem(TODO_KIND, "not written yet", "", "", **here)
+    missing = _missing_name(error, judged)
+    if missing:
+        return missing
+    if place is None and isinstance(error, TypeError) and (misfit := _misfit(error, judged)):
+        return misfit
+    if place:
+        return _raised(error, judged, here)
+    return _unusable(error, judged, here)
+
+
+def is_todo(error: BaseException, path: Path) -> bool:
+    """Whether the candidate's own file says that it is not written; torch has such errors too."""
+    last = None
+    for frame, _ in _frames(error):
+        last = frame
+    return isinstance(error, NotImplementedError) and last is not None and _is_in(last, path)
+
+
+def place_in(error: BaseException, path: Path) -> Place | None:
+    """The last line of the file that the traceback, or that of its cause, passes through."""
+    seen: set[int] = set()
+    chain: BaseException | None = error
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        lines = [(frame.f_code, line) for frame, line in _frames(chain) if _is_in(frame, path)]
+        if lines:
+            code, line = lines[-1]
+            return Place(path, line, _function(code))
+        chain = chain.__cause__ or chain.__context__
+    return None
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _is_in(frame: FrameType, path: Path) -> bool:
+    return frame.f_code.co_filename == str(path)
+
+
+def _function(code: CodeType) -> str:
+    name = getattr(code, "co_qualname", code.co_name)  # Python 3.11 and later know the class
+    return "" if name == "<module>" else name.replace("<locals>.", "")
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return type(error).__name__ == "Failed" and str(error).startswith("Timeout")
+
+
+def _timeout(judged: Judged, place: Place | None, here: dict[str, Any]) -> Problem:
+    what = "the import of the file" if judged.importing else "an answer"
+    cause = "a loop that does not end; this line ran when the time was up"
+    if place is None:
+        cause = "the time went by outside of the file that is judged"
+    got = f"time-out: still running after {judged.limit:g} s"
+    return Problem("time-out", got, f"{what} within {judged.limit:g} s", cause, **here)
+
+
+def _exit(error: SystemExit, judged: Judged, here: dict[str, Any]) -> Problem:
+    expected = "an import that returns" if judged.importing else "a call that returns or raises"
+    cause = "sys.exit(), exit() or quit() ends the whole program; return, or raise an error"
+    return Problem("sys.exit()", f"SystemExit: {error.code}", expected, cause, **here)
+
+
+def _import(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
+    if isinstance(error, SyntaxError):
+        return source.syntax_problem(error, Path(error.filename or judged.path))
+    got = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        expected = "imports of torch and of the standard library only"
+        return Problem("import error", got, expected, "no such module is installed here", **here)
+    if isinstance(error, ImportError):
+        cause = "the module is there, and the name is not: misspelt, or of another version"
+        return Problem("import error", got, "", cause, **here)
+    cause = "this line runs when the file is imported, before any function is called"
+    return Problem("error at import", got, "a file that can be imported", cause, **here)
+
+
+def _missing_name(error: BaseException, judged: Judged) -> Problem | None:
+    """A function or a class that is not in the file, or a method that is not in its class."""
+    if type(error).__name__ == "MissingName":
+        return _missing(str(error).rpartition(" ")[2], judged)
+    if not isinstance(error, AttributeError) or place_in(error, judged.path):
+        return None
+    owner = error.obj if isinstance(error.obj, type) else type(error.obj)
+    name = f"{owner.__name__}.{error.name}"
+    is_asked_for = name in source.definitions(judged.reference)
+    return _missing(name, judged) if is_asked_for else None
+
+
+def _missing(name: str, judged: Judged) -> Problem:
+    where = shown(judged.path)
+    wanted = source.signature(judged.reference, name) or name
+    defined = source.definitions(judged.path)
+    near = difflib.get_close_matches(name, defined, n=1)
+    here = source.find(judged.path, near[0] if near else name.rpartition(".")[0]).fields()
+    return Problem(
+        "missing name",
+        f"{where} does not define {name}" + (f", but {near[0]}" if near else ""),
+        f"{wanted}, as in the stub",
+        "renamed, deleted, or indented into something else",
+        **here,
+    )
+
+
+def _misfit(error: TypeError, judged: Judged) -> Problem | None:
+    """A call that does not fit the signature, where that is not the one of the reference."""
+    found = _MISFIT.match(str(error))
+    name = found.group(1).removesuffix(".__init__") if found else judged.subject
+    wanted = source.signature(judged.reference, name)
+    mine = source.signature(judged.path, name)
+    place = source.find(judged.path, name)
+    if mine is None and place.line:
+        mine = f"{name}()"  # a class without a constructor
+    constructor = source.find(judged.path, f"{name}.__init__")
+    place = constructor if constructor.line else place
+    if wanted is None or mine is None or wanted == mine:
+        return None
+    cause = f"the signature is not the one of the stub ({error})"
+    return Problem("wrong signature", mine, wanted, cause, **place.fields())
+
+
+def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
+    last = [frame for frame, _ in _frames(error)][-1]
+    if type(error).__name__ in _ENDINGS:
+        cause = "this ends the spec before it has checked anything"
+    elif _is_in(last, judged.path):
+        cause = "your code raised it at this line"
+    else:
+        where = f"{last.f_code.co_name} ({Path(last.f_code.co_filename).name})"
+        cause = f"raised in {where}, which this line has called"
+    got = f"{type(error).__name__}: {error}"
+    return Problem("error", got, "no error", cause, **here)
+
+
+def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
+    frame, line = [*_frames(error)][-1]
+    if isinstance(error, AssertionError):
+        first = next(iter(str(error).splitlines()), "the check does not hold")
+        return Problem("wrong", first, "", "", **here)
+    got = f"{type(error).__name__}: {error}"
+    where = f"{shown(Path(frame.f_code.co_filename))}:{line}"
+    return Problem(
+        "error",
+        got,
+        f"what the docstring of {judged.subject or 'the kata'} promises",
+        f"the spec could not use what it was given ({where})",
+        **here,
+    )

@@ -1,0 +1,287 @@
+"""Judges one answer in a process of its own and follows what happens there.
+
+The desk never imports an answer, so nothing that an answer does can end the desk or pass for a
+verdict: a run counts only if the judging process says that it came to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from desk import events, source
+from desk.events import Broken, Collected, Event, Finished, Outcome, Problem, Spec, Started
+from desk.source import Place
+from kit import catalog
+from kit.catalog import Kata
+
+_POLL = 0.02
+# Until the first spec is known: torch may come from a cold disk.
+_START_LIMIT = 180.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to judge: `answers` is what --answers gets, `limit` the seconds that a spec may take."""
+
+    kata: Kata
+    path: Path
+    answers: str = "katas"
+    device: str = "cpu"
+    run_all: bool = False
+    limit: float = 20.0
+
+    @property
+    def grace(self) -> float:
+        """Seconds after the limit in which a spec may still end by itself."""
+        return min(8.0, 2.0 + self.limit)
+
+
+@dataclass
+class Verdict:
+    """What is known of a run so far."""
+
+    job: Job
+    specs: list[Spec] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    broken: Broken | None = None
+    trouble: str = ""
+    finished: bool = False
+    import_torch: float = 0.0
+    seconds: float = 0.0
+
+    def take(self, event: Event) -> None:
+        """Add one event."""
+        if isinstance(event, Collected):
+            self.specs, self.import_torch = event.specs, event.import_torch
+        elif isinstance(event, Outcome):
+            self.outcomes[event.id] = event
+        elif isinstance(event, Broken):
+            self.broken = event
+        elif isinstance(event, Finished):
+            self.finished = True
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that could run has passed."""
+        ended = self.finished and not self.broken and not self.trouble
+        return ended and not self.not_run and not self.first_bad and self.count() > 0
+
+    def count(self, result: str = events.PASSED) -> int:
+        """How many specs ended that way."""
+        return sum(outcome.result == result for outcome in self.outcomes.values())
+
+    @property
+    def unchecked(self) -> list[Spec]:
+        """Specs that this device cannot show, whether or not the run came so far."""
+        return [spec for spec in self.specs if self._is_unchecked(spec)]
+
+    @property
+    def not_run(self) -> list[Spec]:
+        """Specs that could run and did not."""
+        return [s for s in self.specs if s.id not in self.outcomes and not self._is_unchecked(s)]
+
+    def _is_unchecked(self, spec: Spec) -> bool:
+        outcome = self.outcomes.get(spec.id)
+        if outcome:
+            return outcome.result == events.SKIPPED
+        return spec.gpu and self.job.device != "cuda"
+
+    @property
+    def first_bad(self) -> tuple[Spec, Outcome] | None:
+        """The first spec that did not pass, with how it ended."""
+        for spec in self.specs:
+            outcome = self.outcomes.get(spec.id)
+            if outcome and outcome.result in (events.FAILED, events.TODO):
+                return spec, outcome
+        return None
+
+    @property
+    def parts(self) -> int:
+        """How many parts the kata has."""
+        return max((spec.part for spec in self.specs), default=0)
+
+
+def judge(
+    job: Job,
+    on_event: Callable[[Event], None] = lambda event: None,
+    stop: threading.Event | None = None,
+) -> Verdict:
+    """Judge one answer; `on_event` sees each event as it comes, `stop` ends the run early."""
+    verdict, start = Verdict(job), time.perf_counter()
+
+    def tell(event: Event) -> None:
+        verdict.take(event)
+        on_event(event)
+
+    problem = source.check_file(job.path)
+    if problem:
+        tell(Broken(problem))
+    else:
+        with tempfile.TemporaryDirectory(prefix="memory-katas-") as folder:
+            run = _Run(job, Path(folder))
+            try:
+                verdict.trouble = run.follow(tell, stop or threading.Event())
+            finally:
+                run.kill()
+    verdict.seconds = time.perf_counter() - start
+    return verdict
+
+
+class _Run:
+    """The judging process, and what it leaves in its folder."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.job = job
+        self._events, self._err = folder / "events", folder / "stderr"
+        self._events.touch()
+        self._read = 0
+        self._running: Spec | None = None
+        self._specs: dict[str, Spec] = {}
+        self._finished = False
+        self._judged_something = False
+        with self._err.open("wb") as err:
+            self._child = subprocess.Popen(
+                _command(job, folder),
+                cwd=catalog.ROOT,
+                env=_environment(self._events),
+                stdin=subprocess.DEVNULL,
+                stdout=err,
+                stderr=err,
+                start_new_session=True,  # Ctrl-C comes to the desk, which then ends the whole group
+            )
+
+    def follow(self, tell: Callable[[Event], None], stop: threading.Event) -> str:
+        """Pass events on until the process is gone; what went wrong with the judge, or nothing."""
+        last = time.monotonic()
+        while not stop.is_set():
+            gone = self._child.poll() is not None  # before reading, so that nothing is missed
+            fresh = self._fresh_events()
+            for event in fresh:
+                self._note(event)
+                tell(event)
+            if fresh:
+                last = time.monotonic()
+            elif gone:
+                break
+            elif time.monotonic() - last > self._patience():
+                if self._finished:  # a thread of the answer keeps the process from ending
+                    break
+                return self._give_up(tell)
+            else:
+                time.sleep(_POLL)
+        if stop.is_set():
+            return ""
+        if not self._finished:
+            return self._died(tell)
+        if not self._judged_something:
+            return f"no spec could be run\n{self._last_words()}"
+        return ""
+
+    def kill(self) -> None:
+        """End the process and everything that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
+    def _patience(self) -> float:
+        if self._finished:
+            return 2.0
+        return self.job.limit + self.job.grace if self._specs else _START_LIMIT
+
+    def _fresh_events(self) -> list[Event]:
+        with self._events.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [events.decode(line) for line in whole.decode("utf-8").splitlines()]
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Collected):
+            self._specs = {spec.id: spec for spec in event.specs}
+        elif isinstance(event, Started):
+            self._running = self._specs.get(event.id)
+        elif isinstance(event, Outcome):
+            self._running = None
+        elif isinstance(event, Broken | Finished):
+            self._running, self._finished = None, True
+        self._judged_something |= isinstance(event, Broken | Outcome)
+
+    def _give_up(self, tell: Callable[[Event], None]) -> str:
+        """The time is up, and the judging process could not end the spec by itself."""
+        if self._running is None:
+            return f"no sign of life from the judging process\n{self._last_words()}"
+        problem = Problem(
+            "time-out",
+            f"time-out: still running after {self.job.limit:g} s, and it cannot be interrupted",
+            f"an answer within {self.job.limit:g} s",
+            "a loop that does not end, in a try that swallows every exception or in native code",
+            **self._place(self._running).fields(),
+        )
+        tell(Outcome(self._running.id, events.FAILED, self.job.limit, problem))
+        return ""
+
+    def _died(self, tell: Callable[[Event], None]) -> str:
+        code = self._child.returncode
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"signal {-code}, {signal.Signals(-code).name}"
+        if self._running is None:
+            return f"the judging process ended before its time ({how})\n{self._last_words()}"
+        cause = "os._exit(), a crash in native code, or the system's answer to memory running out"
+        problem = Problem(
+            "process ended",
+            f"the process ended during this spec ({how})",
+            "a call that returns or raises",
+            cause,
+            **self._place(self._running).fields(),
+        )
+        tell(Outcome(self._running.id, events.FAILED, 0.0, problem))
+        return ""
+
+    def _place(self, spec: Spec) -> Place:
+        """The innermost line of the answer in the last dump of the stacks, or its definition."""
+        path = self.job.path
+        dump = re.findall(
+            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', source.read(self._err)
+        )
+        if not dump:
+            return source.find(path, spec.subject)
+        line, function = dump[0]
+        return Place(path, int(line), "" if function == "<module>" else function)
+
+    def _last_words(self) -> str:
+        return "\n".join(source.read(self._err).strip().splitlines()[-12:])
+
+
+def _command(job: Job, folder: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "pytest", str(job.kata.specs)),
+        *("-p", "desk.recorder", "-p", "pytest_timeout"),
+        *(f"--timeout={job.limit}", "--timeout-method=signal"),
+        *("-o", f"faulthandler_timeout={job.limit + job.grace / 2}"),
+        *("-q", "--tb=short", f"--basetemp={folder / 'tmp'}", f"--rootdir={catalog.ROOT}"),
+        *(f"--answers={job.answers}", f"--device={job.device}"),
+        *([] if job.run_all else ["-x"]),
+    ]
+
+
+def _environment(events_file: Path) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
+    paths = [str(catalog.ROOT / "tests"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # Only the plugins that judging needs, whatever else is installed beside them.
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    env["MEMORY_KATAS_EVENTS"] = str(events_file)
+    return env

@@ -1,0 +1,185 @@
+"""A pytest plugin for the judging process: writes what happens to the file that the desk reads.
+
+Loaded with `-p desk.recorder`; the environment names the file. Every event is flushed at once, so
+that what is known is not lost when an answer ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import IO, Any
+
+_start = time.perf_counter()
+import torch  # noqa: E402, F401 - measured here, since everything after it needs it anyway
+
+_IMPORT_TORCH = time.perf_counter() - _start
+
+import pytest  # noqa: E402
+
+from desk import events  # noqa: E402
+from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started  # noqa: E402
+from desk.explain import TODO_KIND, Judged, explain, place_in  # noqa: E402
+from kit import answers  # noqa: E402
+from kit.answers import Answer  # noqa: E402
+from kit.ruler import human  # noqa: E402
+
+FILE_VARIABLE = "MEMORY_KATAS_EVENTS"
+GROUPS = ("works", "exact", "saves", "survives")
+_LAST_PRINTS = 20
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Taken out, so that an answer's own child processes do not find it.
+    path = os.environ.pop(FILE_VARIABLE, "")
+    if path:
+        config.pluginmanager.register(Recorder(open(path, "a", encoding="utf-8")))  # noqa: SIM115
+
+
+class Recorder:
+    """Tells the desk about each spec."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._owner = os.getpid()
+        self._seconds = 0.0
+        self._item: pytest.Item | None = None
+
+    def _tell(self, event: Event) -> None:
+        if os.getpid() == self._owner:  # not from a process that an answer has forked
+            self._out.write(events.encode(event))
+            self._out.flush()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._tell(Collected(_specs(session.items), _IMPORT_TORCH))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._seconds = 0.0
+        self._tell(Started(nodeid))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._item = item
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        # Before pytest turns a unittest.SkipTest into a skip without the frames of the answer.
+        error = call.excinfo.value if call.excinfo else None
+        report = yield
+        self._seconds += call.duration
+        if error is None and call.when != "call":
+            return report
+        prints = report.capstdout.splitlines()[-_LAST_PRINTS:]
+        judged = _judged(item, importing=error is not None and _is_importing(error, item))
+        if error is not None and judged.importing:
+            item.session.shouldstop = "the file cannot be judged"
+            self._tell(Broken(explain(error, judged), prints))
+            return report
+        charts = [_chart(value) for key, value in report.user_properties if key == "bar"]
+        self._tell(_outcome(item.nodeid, self._seconds, error, judged, charts, prints))
+        return report
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """An answer raised KeyboardInterrupt or pytest's Exit: the desk's own Ctrl-C kills us."""
+        if self._item is None or isinstance(excinfo.value, pytest.Session.Interrupted):
+            return  # it is pytest that stops, as it was told to
+        judged = _judged(self._item, importing=_is_importing(excinfo.value, self._item))
+        problem = explain(excinfo.value, judged)
+        self._tell(Outcome(self._item.nodeid, events.FAILED, self._seconds, problem))
+
+    def pytest_sessionfinish(self) -> None:
+        self._tell(Finished())
+
+
+def _outcome(
+    id: str,
+    seconds: float,
+    error: BaseException | None,
+    judged: Judged,
+    charts: list[Chart],
+    prints: list[str],
+) -> Outcome:
+    if error is None:
+        return Outcome(id, events.PASSED, seconds, charts=charts, prints=prints)
+    if isinstance(error, pytest.skip.Exception) and place_in(error, judged.path) is None:
+        return Outcome(id, events.SKIPPED, seconds, reason=str(error))
+    problem = explain(error, judged)
+    result = events.TODO if problem.kind == TODO_KIND else events.FAILED
+    return Outcome(id, result, seconds, problem, charts=charts, prints=prints)
+
+
+def _chart(bar: Any) -> Chart:
+    labels = ("plain", "yours", "reference", "limit")
+    rows = [(label, bar[label], human(bar[label])) for label in labels if bar[label] is not None]
+    return Chart(bar["title"], bar["formula"], rows)
+
+
+def _answer(item: pytest.Item) -> Answer | None:
+    callspec = getattr(item, "callspec", None)
+    answer = callspec.params.get("answer") if callspec else None
+    return answer if isinstance(answer, Answer) else None
+
+
+def _judged(item: pytest.Item, importing: bool) -> Judged:
+    answer = _answer(item)
+    subject = getattr(getattr(item, "cls", None), "subject", "")
+    limit = float(item.config.getoption("timeout", None) or 0)
+    path, reference = (answer.path, answer.kata.solution) if answer else (Path(), Path())
+    return Judged(path, reference, subject, limit, importing)
+
+
+def _is_importing(error: BaseException, item: pytest.Item) -> bool:
+    """Whether the error came out of the import of the judged file, and not of the reference."""
+    answer = _answer(item)
+    trace = error.__traceback__
+    while answer and trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code is answers.load.__code__ and frame.f_locals["path"] == answer.path:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _specs(items: list[pytest.Item]) -> list[Spec]:
+    parts: list[Any] = []
+    specs = []
+    for item in items:
+        part = getattr(item, "cls", None)
+        if part not in parts:
+            parts.append(part)
+        specs.append(
+            Spec(
+                id=item.nodeid,
+                part=parts.index(part) + 1,
+                title=_title(part),
+                subject=getattr(part, "subject", ""),
+                group=next((group for group in GROUPS if item.get_closest_marker(group)), ""),
+                sentence=_sentence(item),
+                case=_case(item),
+                gpu=item.get_closest_marker("gpu") is not None,
+            )
+        )
+    return specs
+
+
+def _title(part: type | None) -> str:
+    first = next(iter((part.__doc__ or "").strip().splitlines()), "") if part else ""
+    return re.sub(r"^Part \d+:\s*", "", first).rstrip(".") or getattr(part, "__name__", "")
+
+
+def _sentence(item: pytest.Item) -> str:
+    """The name of the spec as words."""
+    name: str = getattr(item, "originalname", item.name)
+    return name.removeprefix("test_").replace("_", " ")
+
+
+def _case(item: pytest.Item) -> str:
+    """The id of the case, without that of the answer."""
+    callspec = getattr(item, "callspec", None)
+    ids = callspec._idlist if callspec else []
+    return "-".join(id for id in ids if id != str(_answer(item)))

@@ -1,0 +1,61 @@
+"""`reset`: a fresh stub, never over somebody's work unasked."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from pathlib import Path
+
+from desk.kata import named
+from desk.screen import Paper
+from kit import catalog
+from kit.catalog import Kata, shown
+from kit.stubs import is_untouched, make_stub
+
+
+def run(name: str | None, force: bool) -> int:
+    """Write the stub of the named kata, or of every kata; 1 if one was kept because of its work."""
+    paper = Paper()
+    katas = [named(name)] if name else catalog.all_katas()
+    # Every kata gets its turn before the exit code is known.
+    return max([_reset(paper, kata, force) for kata in katas], default=0)
+
+
+def _reset(paper: Paper, kata: Kata, force: bool) -> int:
+    path = kata.stub
+    stub = make_stub(kata.solution.read_text(encoding="utf-8"))
+    if path.exists() and not is_untouched(path):
+        if not force:
+            paper.line(f"{shown(path)} has somebody's work in it and was left as it is.")
+            paper.line(f"  To keep a copy and start afresh: nox -s reset -- {kata.name} --force")
+            return 1
+        paper.line(f"{shown(path)} is kept as {shown(_keep(path))}")
+    _write(path, stub)
+    paper.line(f"{shown(path)} is a fresh stub.")
+    return 0
+
+
+def _keep(path: Path) -> Path:
+    """Give the file another name, one that is free."""
+    for number in itertools.count(1):
+        kept = path.with_name(f"{path.stem}.old-{number}.py")
+        try:
+            os.link(path, kept)  # unlike a rename, it never replaces a file
+        except FileExistsError:
+            continue
+        return kept
+    raise AssertionError("unreachable")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the file at once, so that an interruption leaves the old one or the new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

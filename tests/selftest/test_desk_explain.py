@@ -1,0 +1,214 @@
+"""How an exception becomes words, without a process around it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from desk import events, source
+from desk.events import Broken, Chart, Collected, Finished, Outcome, Problem, Spec, Started
+from desk.explain import Judged, explain
+from desk.judge import Job, Verdict
+from desk.screen import state, summary
+from kit.answers import load
+from selftest.tiny import SOLUTION
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """Write an answer and its reference; what explain wants to know of them."""
+
+    def write(text: str, subject: str = "mean") -> Judged:
+        path, reference = tmp_path / "mine.py", tmp_path / "reference.py"
+        path.write_text(text)
+        reference.write_text(SOLUTION)
+        return Judged(path, reference, subject, 20.0)
+
+    return write
+
+
+def told(judged: Judged, call=lambda module: module.mean([1.0])) -> Problem:
+    """What is said when the import, or the call after it, fails."""
+    importing = True
+    try:
+        module = load(judged.path)
+        importing = False
+        call(module)
+    except BaseException as error:
+        return explain(error, dataclasses.replace(judged, importing=importing))
+    raise AssertionError("nothing went wrong")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "got"),
+    [
+        ("LIMIT = 1 / 0", "error at import", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "sys.exit()", "SystemExit: 3"),
+        ("from math import sums", "import error", "ImportError: cannot import name 'sums'"),
+        ("import einops_not_here", "import error", "ModuleNotFoundError: No module named 'einops"),
+        ("raise NotImplementedError", "error at import", "NotImplementedError: "),
+    ],
+)
+def test_an_import_that_fails_is_told_with_its_line(judged, line, kind, got):
+    problem = told(judged(f"{SOLUTION}\n{line}\n"))
+    assert problem.kind == kind
+    assert problem.got.startswith(got)
+    assert (problem.line, problem.source) == (len(SOLUTION.splitlines()) + 2, line)
+    assert problem.function == ""
+
+
+def test_a_missing_function_is_told_with_the_nearest_name(judged):
+    problem = told(judged(SOLUTION.replace("def mean", "def means")))
+    assert problem.kind == "missing name"
+    assert problem.expected == "mean(values, *, start=0.0), as in the stub"
+    assert problem.got.endswith("mine.py does not define mean, but means")
+    assert problem.source.startswith("def means(")
+
+
+def test_a_wrong_signature_is_told_beside_that_of_the_stub(judged):
+    text = SOLUTION.replace("*, start: float = 0.0", "begin: float = 0.0")
+    problem = told(judged(text), lambda module: module.mean([1.0], start=2.0))
+    assert problem.kind == "wrong signature"
+    assert problem.expected == "mean(values, *, start=0.0)"
+    assert problem.got == "mean(values, begin=0.0)"
+    assert problem.source.startswith("def mean(")
+
+
+def test_a_class_without_its_constructor_has_a_wrong_signature(judged):
+    text = SOLUTION.replace("def __init__(self, step: int)", "def start(self, step: int)")
+    problem = told(judged(text, "Counter"), lambda module: module.Counter(3))
+    assert (problem.expected, problem.got) == ("Counter(step)", "Counter()")
+
+
+def test_a_type_error_inside_the_answer_is_its_own(judged):
+    problem = told(judged(SOLUTION.replace("_total(values, start) /", "_total(values) /")))
+    assert problem.kind == "error"
+    assert "missing 1 required positional argument" in problem.got
+    assert problem.function == "mean"
+
+
+def test_the_line_is_the_last_of_the_answer_and_the_cause_names_what_it_called(judged):
+    text = SOLUTION.replace("math.fsum([start, *values])", "math.fsum(values, start)")
+    problem = told(judged(text), lambda module: module.mean(["x"]))
+    assert problem.function == "_total"
+    text = SOLUTION.replace("return _total(values, start)", "return __import__('json').loads('x')")
+    assert "JSONDecodeError" in told(judged(text)).got
+    assert "(decoder.py), which this line has called" in told(judged(text)).cause
+
+
+def test_not_written_is_only_what_the_answer_itself_says(judged):
+    body = "    return _total(values, start) / len(values)"
+    mine = judged(SOLUTION.replace(body, "    raise NotImplementedError"))
+    assert told(mine).kind == "not written"
+    assert told(judged(SOLUTION.replace(body, "    return _raise()") + _RAISE)).kind == "error"
+
+
+# A NotImplementedError that comes out of code in another file, as torch has some.
+_RAISE = """
+
+_raise = eval(compile("lambda: (x for x in ()).throw(NotImplementedError())", "kernel", "eval"))
+"""
+
+
+def test_what_the_spec_cannot_use_is_told_with_the_definition(judged):
+    mine = judged(SOLUTION.replace("return _total(values, start) / len(values)", "return None"))
+    problem = told(mine, lambda module: module.mean([1.0]).item())
+    assert problem.expected == "what the docstring of mean promises"
+    assert "'NoneType' object has no attribute 'item'" in problem.got
+    assert problem.source.startswith("def mean(")
+
+
+def test_the_cause_of_an_error_leads_to_the_line(judged):
+    mine = judged(SOLUTION.replace("return _total(values, start) / len(values)", "return {}[0]"))
+
+    def call(module):
+        try:
+            module.mean([1.0])
+        except KeyError as error:
+            raise ValueError("told by the spec") from error
+
+    assert told(mine, call).source == "return {}[0]"
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "got"),
+    [
+        (b"", "unreadable file", "the file is empty"),
+        (b" \n\n", "unreadable file", "the file is empty"),
+        (b"x = 1\n# caf\xe9\n", "unreadable file", "byte 0xe9 in line 2"),
+        (b"x = (\n", "syntax error", "SyntaxError: '(' was never closed"),
+        (b"\tx = 1\n", "syntax error", "IndentationError: unexpected indent"),
+        (b"x = 1\x00\n", "syntax error", ""),
+        (b"return 1\n", "syntax error", "SyntaxError: 'return' outside function"),
+    ],
+)
+def test_a_file_that_is_not_python_is_told_without_running_it(tmp_path, data, kind, got):
+    path = tmp_path / "mine.py"
+    path.write_bytes(data)
+    problem = source.check_file(path)
+    assert problem
+    assert problem.kind == kind
+    assert got in problem.got
+
+
+def test_a_file_that_is_missing_or_a_folder_is_told(tmp_path):
+    missing, folder = source.check_file(tmp_path / "none.py"), source.check_file(tmp_path)
+    assert missing
+    assert missing.got == "there is no such file"
+    assert folder
+    assert folder.got == "it is a folder"
+
+
+def test_a_good_file_has_no_problem_even_with_warnings(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(SOLUTION + "\nPATTERN = '\\d'\n")
+    assert source.check_file(path) is None
+
+
+SPEC = Spec("a", 1, "mean", "mean", "works", "is so", "one", False)
+ON_GPU = Spec("b", 2, "Counter", "Counter", "saves", "is so on a gpu", "", True)
+
+
+def test_events_come_through_a_line_unchanged():
+    problem = Problem("wrong", "1", "2", "cause", "mine.py", 3, "mean", "return 1", 4)
+    chart = Chart("peak", "0.6 * plain", [("plain", 4, "4 B")])
+    for event in (
+        Collected([SPEC, ON_GPU], 1.5),
+        Started("a"),
+        Outcome("a", events.FAILED, 0.5, problem, charts=[chart], prints=["x"]),
+        Outcome("a", events.PASSED),
+        Broken(problem, ["x"]),
+        Finished(),
+    ):
+        assert events.decode(events.encode(event)) == event
+
+
+def test_only_a_finished_run_in_which_something_passed_is_a_pass():
+    collected = Collected([SPEC, ON_GPU], 0.0)
+    passed, skipped = Outcome("a", events.PASSED), Outcome("b", events.SKIPPED)
+    assert _verdict(collected, passed, skipped, Finished()).passed
+    assert _verdict(collected, passed, Finished()).passed
+    assert not _verdict(collected, passed, skipped).passed
+    assert not _verdict(collected, skipped, Finished()).passed
+    assert not _verdict(Collected([], 0.0), Finished()).passed
+    assert not _verdict(collected, Outcome("a", events.SKIPPED), skipped, Finished()).passed
+    failed = Outcome("b", events.FAILED)
+    assert not _verdict(collected, passed, failed, Finished()).passed
+    assert not _verdict(collected, passed, Broken(Problem("wrong", "")), Finished()).passed
+
+
+def test_a_gpu_spec_that_did_not_come_to_its_turn_counts_as_not_checked_on_a_cpu():
+    todo = Outcome("a", events.TODO, problem=Problem("not written", ""))
+    verdict = _verdict(Collected([SPEC, ON_GPU], 0.0), todo, Finished())
+    assert state(verdict) == "part 1 of 2 is not written yet"
+    assert summary(verdict).endswith("(1 not written, 1 not checked)")
+    verdict.job = dataclasses.replace(verdict.job, device="cuda")
+    assert summary(verdict).endswith("(1 not written, 1 not run)")
+
+
+def _verdict(*seen: events.Event) -> Verdict:
+    verdict = Verdict(Job(kata=None, path=None))
+    for event in seen:
+        verdict.take(event)
+    return verdict

@@ -1,0 +1,250 @@
+"""What the desk says of every kind of answer, in the words and lines that a candidate sees.
+
+Each answer is a small change of the tiny kata's reference, judged by the real commands in processes
+of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from selftest.tiny import House, house, later, new_folder
+from selftest.tiny_answers import ANSWERS, block, judge, line_of, seen
+
+pytestmark = pytest.mark.timeout(300)
+
+
+for name, (_, arguments) in ANSWERS.items():
+    later(name, partial(judge, name, *arguments))
+later("untouched", lambda: house().desk("kata", "tiny_mean"))
+later("reference", lambda: house().desk("kata", "tiny_mean", "--answers", "solutions"))
+
+
+def test_an_untouched_stub_is_not_written_yet():
+    code, out = seen("untouched")
+    assert code == 1
+    assert out.startswith("Tiny mean (tiny_mean) - judging katas/tiny_mean.py on cpu\n")
+    assert "TODO  works     is the sum over the count (three)" in out
+    assert "not written yet: katas/tiny_mean.py:" in out
+    assert "not run: 5 more specs of this part" in out
+    assert "Part 2 of 2: Counter - steps of a given size - not run (3 specs)" in out
+    assert (
+        "Verdict: part 1 of 2 is not written yet (1 not written, 8 not run, 1 not checked)" in out
+    )
+    assert "nox -s hint -- tiny_mean 1" in out
+
+
+def test_the_reference_passes_and_says_what_was_not_checked():
+    code, out = seen("reference")
+    assert code == 0
+    assert out.startswith("Tiny mean (tiny_mean) - judging solutions/tiny_mean.py on cpu\n")
+    assert out.count("  pass  ") == 8
+    assert "pass  works     is the sum over the count (three, one)\n" in out
+    assert "FAIL" not in out
+    assert "not checked (needs a CUDA GPU): 1 spec\n  - saves on a gpu" in out
+    assert "Verdict: passed (9 passed, 1 not checked)" in out
+    assert re.search(r"Time: +\d+\.\d s, of which import torch \d+\.\d s, specs \d+\.\d s", out)
+
+
+def test_a_bar_is_shown_when_it_holds_and_when_it_does_not():
+    held = block(seen("reference")[1], "holds few bytes")
+    broken = block(seen("all")[1], "holds few bytes")
+    for text in (held, broken):
+        assert re.search(r"plain +4\.00 KiB  #{44}\n", text)
+        assert re.search(r"reference +1\.95 KiB  #{21}\n", text)
+        assert re.search(r"limit +2\.40 KiB  #{26}\n", text)
+    assert re.search(r"yours +1\.95 KiB  #{21}\n", held)
+    assert re.search(r"yours +3\.91 KiB  #{43}\n", broken)
+    assert "expected  peak of at most 2.40 KiB (0.6 * plain)" in broken
+
+
+def test_all_goes_on():
+    code, out = seen("all")
+    assert code == 1
+    assert out.count("  FAIL  ") == 8, out
+    assert "Verdict: failing at part 1 of 2 (1 passed, 8 failed, 1 not checked)" in out
+    assert f"Next:    mend answers/all.py:{line_of('all', 'return {}')}\n" in out
+    assert "then:    nox -s kata -- tiny_mean --answers answers/all.py\n" in out
+    assert "a hint:  nox -s hint -- tiny_mean 1\n" in out
+
+
+def test_an_exception_is_told_with_the_line_of_the_candidate_and_what_was_printed():
+    text = block(seen("all")[1], "is the sum over the count (three)")
+    assert "got       KeyError: 'key'" in text
+    assert f"at        answers/all.py:{line_of('all', 'return {}')} in mean" in text
+    assert 'return {}["key"]' in text
+    assert "printed   mean of [1.0, 2.0, 6.0]" in text
+
+
+def test_a_wrong_number_is_told_with_the_definition():
+    text = block(seen("all")[1], "starts where it is told")
+    for line in ("expected  the mean = 3.0", "got       7.0", "cause     start is not used"):
+        assert line in text
+    assert f"at        answers/all.py:{line_of('all', 'def mean')} in mean" in text
+
+
+def test_an_exit_in_a_call_is_a_failure():
+    text = block(seen("all")[1], "is the sum over the count (one)")
+    assert "got       SystemExit: 0" in text
+    assert f"at        answers/all.py:{line_of('all', 'sys.exit(0)')} in mean" in text
+
+
+def test_an_endless_loop_is_a_time_out_with_its_line():
+    text = block(seen("all")[1], "loses no digits")
+    assert "time-out: still running after 3 s" in text
+    first = line_of("all", "while True")
+    assert re.search(rf"at        answers/all\.py:({first}|{first + 1}) in mean", text)
+
+
+def test_a_wrong_signature_is_shown_beside_the_one_of_the_stub():
+    text = block(seen("all")[1], "counts in steps")
+    assert "expected  Counter(step)" in text
+    assert "got       Counter(size, step)" in text
+    assert "missing 1 required" in text
+    assert f"at        answers/all.py:{line_of('all', 'def __init__')} in Counter.__init__" in text
+
+
+def test_a_skip_is_a_failure():
+    text = block(seen("odd")[1], "is the sum over the count (three)")
+    assert "SkipTest: nothing to see here" in text
+    assert "ends the spec before it has checked anything" in text
+    assert "1 not checked" in seen("odd")[1]
+
+
+def test_long_and_coloured_words_of_a_candidate_keep_the_form():
+    text = block(seen("odd")[1], "is the sum over the count (one)")
+    assert "ValueError: yyy" in text
+    assert text.count("\n") < 20
+    assert "printed   red xxx" in text
+
+
+def test_a_missing_method_is_told_with_the_nearest_name():
+    text = block(seen("odd")[1], "counts in steps")
+    assert "expected  Counter.add()" in text
+    assert "does not define Counter.add, but Counter.ad" in text
+    assert f"answers/odd.py:{line_of('odd', 'def ad(self)')}" in text
+
+
+def test_what_is_not_written_is_counted_apart():
+    code, out = seen("odd")
+    assert code == 1
+    assert "TODO  exact     knows its limits" in out
+    assert "1 not written" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words", "line"),
+    [
+        ("import_error", "import error", "No module named 'einops_is_not_here'", "import einops"),
+        ("import_loop", "time-out", "time-out: still running after 3 s", "# for ever"),
+        ("syntax", "syntax error", "SyntaxError: expected ':'", "def add"),
+        ("indent", "syntax error", "IndentationError: unexpected indent", "  return 2"),
+        ("empty", "unreadable file", "the file is empty", ""),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_told_once(name, kind, words, line):
+    code, out = seen(name)
+    assert code == 1
+    assert out.count(f"This file cannot be judged: {kind}") == 1
+    assert words in out
+    assert "FAIL" not in out
+    assert f"Verdict: broken file: {kind}" in out
+    if line:
+        number = line_of(name, line)
+        near = f"({number - 1}|{number})" if name == "import_loop" else str(number)
+        assert re.search(rf"at        answers/{name}\.py:{near}\b", out)
+
+
+def test_a_syntax_error_has_a_caret_under_its_place():
+    lines = seen("syntax")[1].splitlines()
+    caret = next(number for number, line in enumerate(lines) if line.strip() == "^")
+    assert lines[caret - 1].strip() == "def add(self) -> int"
+    assert lines[caret].index("^") == len(lines[caret - 1].rstrip())
+
+
+def test_a_loop_that_swallows_the_time_out_is_ended_from_outside():
+    code, out = seen("swallow")
+    assert code == 1
+    assert "time-out: still running after 1.5 s, and it cannot be interrupted" in out
+    loop = range(line_of("swallow", "while True"), line_of("swallow", "  pass") + 1)
+    found = re.search(r"at        answers/swallow\.py:(\d+) in mean", out)
+    assert found
+    assert int(found.group(1)) in loop
+
+
+def test_a_process_that_ends_early_with_code_0_is_no_pass():
+    code, out = seen("vanish")
+    assert code == 1
+    assert "the process ended during this spec (exit code 0)" in out
+    assert f"at        answers/vanish.py:{line_of('vanish', 'def mean')} in mean" in out
+    assert "Verdict: failing at part 1 of 2: process ended" in out
+
+
+def test_a_crash_in_native_code_is_told_with_its_line():
+    code, out = seen("crash")
+    assert code == 1
+    assert "the process ended during this spec (signal 11, SIGSEGV)" in out
+    assert f"at        answers/crash.py:{line_of('crash', 'string_at')} in mean" in out
+
+
+def test_an_interrupt_by_the_answer_is_a_failure():
+    code, out = seen("interrupt")
+    assert code == 1
+    assert "KeyboardInterrupt" in out
+    assert f"at        answers/interrupt.py:{line_of('interrupt', 'raise Keyb')} in mean" in out
+
+
+def test_a_thread_left_running_does_not_hold_the_verdict():
+    code, out = seen("lingers")
+    assert code == 0
+    assert "Verdict: passed" in out
+
+
+def test_ctrl_c_leaves_nothing_behind():
+    home, folder = house(), new_folder()
+    note = folder / "pid"
+    text = f"import os\nopen({str(note)!r}, 'w').write(str(os.getpid()))\nwhile True:\n    pass\n"
+    path = home.write("answers/endless.py", text)
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    command = ("desk", "kata", "tiny_mean", "--answers", str(path))
+    process = home.start(*command, TMPDIR=str(temporary))
+    _wait(lambda: note.exists() and note.read_text())
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out.endswith("Stopped; nothing was left running.\n")
+    assert "Traceback" not in out
+    assert not list(temporary.glob("memory-katas-*"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+
+
+def _wait(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def broken_spec() -> tuple[int, str]:
+    home = House(new_folder())
+    home.add_kata("broken")
+    home.write("tests/specs/broken/test_part1_mean.py", "1 / 0\n")
+    return home.desk("kata", "broken")
+
+
+later("broken spec", broken_spec)
+
+
+def test_a_broken_spec_is_the_fault_of_the_judge():
+    code, out = seen("broken spec")
+    assert code == 1
+    assert "The judge itself failed; this says nothing about the answer:" in out
+    assert "ZeroDivisionError" in out

@@ -1,0 +1,277 @@
+"""A house of its own for the tests of the desk: a copy of kit and desk, and tiny katas.
+
+Nothing in the copied files knows these katas, which is the proof that a kata is added by adding
+files and one row. Nothing of the candidate's is in the copy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from kit.catalog import ROOT
+from kit.stubs import make_stub
+
+SOLUTION = '''\
+"""Tiny mean: the smallest kata that has all of a kata."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Pair(NamedTuple):
+    """Given: two numbers."""
+
+    low: float
+    high: float
+
+
+def mean(values: list[float], *, start: float = 0.0) -> float:
+    """The mean of `values`, added up from `start`; ValueError if there are none."""
+    if not values:
+        raise ValueError("values is empty")
+    return _total(values, start) / len(values)
+
+
+def _total(values: list[float], start: float) -> float:
+    return math.fsum([start, *values])
+
+
+class Counter:
+    """Counts in steps of `step`."""
+
+    def __init__(self, step: int) -> None:
+        """Start at 0."""
+        self.step, self.count = step, 0
+
+    def add(self) -> int:
+        """One step more; the new count."""
+        self.count += self.step
+        return self.count
+
+    def limits(self) -> Pair:
+        """From 0 to the count."""
+        return Pair(0, self.count)
+'''
+
+SPECS_1 = '''\
+import pytest
+
+from kit.verdict import check_bar, check_equal, check_raises
+
+
+class TestPart1Mean:
+    """Part 1: mean - the middle of some numbers."""
+
+    subject = "mean"
+
+    @pytest.mark.works
+    @pytest.mark.parametrize("values", [[1.0, 2.0, 6.0], [4.0]], ids=["three", "one"])
+    def test_is_the_sum_over_the_count(self, answer, values):
+        check_equal(answer.mean(values), sum(values) / len(values), "the mean", cause="a wrong sum")
+
+    @pytest.mark.exact
+    def test_loses_no_digits(self, answer):
+        check_equal(answer.mean([1e100, 1.0, -1e100, 1.0]), 0.5, "the mean", cause="plain sum()")
+
+    @pytest.mark.saves
+    def test_holds_few_bytes(self, answer, reference):
+        yours, best = (int(a.mean([1500.0, 2500.0])) for a in (answer, reference))
+        check_bar("peak", yours, 0.6 * 4096, formula="0.6 * plain", cause="a copy of the list",
+                  plain=4096, reference=best)
+
+    @pytest.mark.survives
+    def test_refuses_no_values(self, answer):
+        check_raises(lambda: answer.mean([]), ValueError, mentions=["empty"], when="given nothing")
+
+    @pytest.mark.survives
+    def test_starts_where_it_is_told(self, answer):
+        check_equal(answer.mean([1.0], start=2.0), 3.0, "the mean", cause="start is not used")
+'''
+
+SPECS_2 = '''\
+import pytest
+
+from kit.verdict import check, check_equal
+
+
+class TestPart2Counter:
+    """Part 2: Counter - steps of a given size."""
+
+    subject = "Counter"
+
+    @pytest.mark.works
+    def test_counts_in_steps(self, answer):
+        counter = answer.Counter(3)
+        check_equal([counter.add(), counter.add()], [3, 6], "two counts", cause="step is not used")
+
+    @pytest.mark.exact
+    def test_knows_its_limits(self, answer):
+        counter = answer.Counter(2)
+        check_equal(counter.limits().high, 0, "the limit", cause="not counted")
+
+    @pytest.mark.saves
+    @pytest.mark.gpu
+    def test_saves_on_a_gpu(self, answer):
+        check(answer.Counter(1) is not None, expected="a counter", got=None, cause="none")
+
+    @pytest.mark.survives
+    def test_survives_a_step_of_zero(self, answer):
+        check_equal(answer.Counter(0).add(), 0, "the count", cause="zero is not special")
+'''
+
+WRONG = """\
+from kit.answers import Wrong
+
+WRONG = [
+    Wrong("forgets_one", "the last value does not count", "test_is_the_sum_over_the_count[three]",
+          "the mean = 3.0", ((", *values]", ", *values[:-1]]"),)),
+    Wrong("ignores_start", "start is an ornament", "test_starts_where_it_is_told",
+          "start is not used", (("math.fsum([start, *values])", "math.fsum(values)"),)),
+]
+"""
+
+RIGHT = SOLUTION.replace("self.count += self.step", "self.count = self.count + self.step")
+
+HINTS = """\
+# Hints: Tiny mean
+
+## Part 1: mean
+
+### 1 A question
+What is the mean of one number?
+
+### 2 An input that fails
+`[1e100, 1.0, -1e100]`
+
+### 3 The kind of mistake
+Rounding.
+
+### 4 The invariant
+The error does not grow with the count.
+
+## Part 2: Counter
+
+### 1 A question
+What does a step of zero do?
+"""
+
+T = TypeVar("T")
+
+ROW = '[{name}]\ntitle = "{title}"\nminutes = 5\nsummary = "Tiny"\n'
+
+
+_LOCK = threading.RLock()
+
+
+def once(make: Callable[[], T]) -> Callable[[], T]:
+    """Make it at the first call and no second time, whichever threads call at once."""
+    made = cache(make)
+
+    def get() -> T:
+        with _LOCK:
+            return made()
+
+    return get
+
+
+class House:
+    """A repository in a temporary folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        skip = shutil.ignore_patterns("__pycache__")
+        for folder in ("kit", "desk"):
+            shutil.copytree(ROOT / "tests" / folder, root / "tests" / folder, ignore=skip)
+        shutil.copy(ROOT / "tests" / "conftest.py", root / "tests")
+        shutil.copy(ROOT / "pyproject.toml", root)
+
+    def add_kata(self, name: str) -> None:
+        """Everything that a new kata is: some files and one row."""
+        self.write(f"solutions/{name}.py", SOLUTION)
+        self.write(f"katas/{name}.py", make_stub(SOLUTION))
+        self.write(f"katas/hints/{name}.md", HINTS)
+        self.write(f"tests/specs/{name}/test_part1_mean.py", SPECS_1)
+        self.write(f"tests/specs/{name}/test_part2_counter.py", SPECS_2)
+        self.write(f"tests/wrong/{name}.py", WRONG)
+        self.write(f"tests/right/{name}/other.py", RIGHT)
+        with (self.root / "katas" / "katas.toml").open("a", encoding="utf-8") as rows:
+            rows.write(ROW.format(name=name, title=name.replace("_", " ").capitalize()))
+
+    def write(self, path: str, text: str) -> Path:
+        """Write one file."""
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """`python -m ...` at home in this house."""
+        env = {**os.environ, "PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
+        for name in ("PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS", "FORCE_COLOR"):
+            env.pop(name, None)
+        return subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=self.root,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+        )
+
+    def run(self, *arguments: str, **variables: str) -> Result:
+        """Its exit code and everything that it printed."""
+        process = self.start(*arguments, **variables)
+        out, _ = process.communicate(timeout=120)
+        return process.returncode, out
+
+    def desk(self, *arguments: str) -> Result:
+        """`python -m desk ...`."""
+        return self.run("desk", *arguments)
+
+
+Result = tuple[int, str]
+_RUNS: dict[str, Callable[[], Result]] = {}
+
+
+def later(name: str, run: Callable[[], Result]) -> None:
+    """Put down a run of somebody's processes, for `result` to start with all the others."""
+    _RUNS[name] = run
+
+
+def result(name: str) -> Result:
+    """What that run came to; the first question starts all of them."""
+    return _started()[name].result()
+
+
+@once
+def _started() -> dict[str, Future[Result]]:
+    pool = ThreadPoolExecutor(3)  # some of them only wait
+    return {name: pool.submit(run) for name, run in _RUNS.items()}
+
+
+@once
+def house() -> House:
+    """One house with the kata tiny_mean, for tests that change nothing in it."""
+    home = House(new_folder())
+    home.add_kata("tiny_mean")
+    return home
+
+
+def new_folder() -> Path:
+    """An empty folder that goes when the tests end."""
+    folder = Path(tempfile.mkdtemp(prefix="memory-katas-test-")).resolve()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -1,0 +1,124 @@
+"""Answers to the tiny kata with something wrong in each, and what the desk says of them."""
+
+from __future__ import annotations
+
+import re
+
+from selftest.tiny import SOLUTION, house, result
+
+MEAN = "    return _total(values, start) / len(values)\n"
+
+
+def answer(*changes: tuple[str, str]) -> str:
+    """The reference with each text replaced; each occurs once."""
+    text = SOLUTION
+    for find, put in changes:
+        assert text.count(find) == 1, find
+        text = text.replace(find, put)
+    return text
+
+
+def in_mean(*lines: str) -> str:
+    """The reference with other lines at the end of mean."""
+    return answer((MEAN, "".join(f"    {line}\n" for line in lines)))
+
+
+MIXED = answer(
+    (
+        MEAN,
+        """\
+    print("mean of", values)
+    if len(values) == 3:
+        return {}["key"]
+    if len(values) == 4:
+        import time
+        while True:
+            time.sleep(0.01)
+    if values[0] == 1500.0:
+        return 4000.0
+    if start:
+        return 7.0
+    import sys
+    sys.exit(0)
+""",
+    ),
+    ("def __init__(self, step: int)", "def __init__(self, size: int, step: int)"),
+)
+
+# Everything that must not pass for "not checked", and what the screen must survive.
+ODD = answer(
+    (
+        MEAN,
+        """\
+    if len(values) == 3:
+        import unittest
+        raise unittest.SkipTest("nothing to see here")
+    if len(values) == 1:
+        print("\\x1b[31mred\\x1b[0m " + "x" * 300)
+        raise ValueError("y" * 3000)
+    return None
+""",
+    ),
+    ("    def add(self)", "    def ad(self)"),
+    ("        return Pair(0, self.count)", "        raise NotImplementedError"),
+)
+
+# name: (the text of the answer, further arguments)
+ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "all": (MIXED, ("--all", "--timeout=3")),
+    "odd": (ODD, ("--all",)),
+    "import_error": (answer(("import math", "import einops_is_not_here")), ("--all",)),
+    "import_loop": (SOLUTION + "\n\nwhile True:\n    pass  # for ever\n", ("--timeout=3",)),
+    "swallow": (
+        in_mean(
+            "import time",
+            "while True:",
+            "    try:",
+            "        while True:",
+            "            time.sleep(0.01)",
+            "    except BaseException:",
+            "        pass",
+        ),
+        ("--timeout=1.5",),
+    ),
+    "vanish": (in_mean("import os", "os._exit(0)"), ()),
+    "crash": (in_mean("import ctypes", "return ctypes.string_at(0)"), ()),
+    "interrupt": (in_mean("raise KeyboardInterrupt"), ()),
+    "lingers": (
+        SOLUTION
+        + "\nimport threading, time\n"
+        + "threading.Thread(target=time.sleep, args=[60]).start()\n",
+        (),
+    ),
+    "syntax": (SOLUTION.replace("def add(self) -> int:", "def add(self) -> int"), ()),
+    "indent": (in_mean("return 1", "  return 2"), ()),
+    "empty": ("", ()),
+}  # fmt: skip
+
+
+def judge(name: str, *arguments: str) -> tuple[int, str]:
+    """The verdict on one of ANSWERS."""
+    path = house().write(f"answers/{name}.py", ANSWERS[name][0])
+    return house().desk("kata", "tiny_mean", "--answers", str(path), *arguments)
+
+
+def seen(name: str) -> tuple[int, str]:
+    """The exit code and the screen of one run, which never breaks the form of a screen."""
+    code, out = result(name)
+    assert max(map(len, out.splitlines())) <= 100, out
+    assert "\x1b" not in out
+    assert "Traceback" not in out
+    return code, out
+
+
+def line_of(name: str, text: str) -> int:
+    """The line of the answer in which the text stands."""
+    lines = ANSWERS[name][0].splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def block(out: str, sentence: str) -> str:
+    """What the screen says under one spec."""
+    start = out.index(sentence)
+    after = re.search(r"\n(  (pass|FAIL|TODO)  |Part |not checked|\nVerdict)", out[start:])
+    return out[start : start + after.start() + 1] if after else out[start:]
