@@ -71,8 +71,8 @@ def train_step(
         model: from inputs to one output tensor (batch, ...).
         batch: inputs and targets with the same first dimension, on the model's device.
         loss_fn: from the output and the targets to a scalar.
-        optimizer: holds the parameters to be trained; others are left alone.
-        scaler: needed for float16, and None for any other dtype.
+        optimizer: holds the parameters to be trained; others are not stepped.
+        scaler: needed for float16, and None for any other dtype. Without one no step is skipped.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
         max_norm: clip the gradients to this norm; None leaves them.
 
@@ -184,8 +184,9 @@ class LossScaler:
         return self._scale
 
     def scale(self, outputs: Tensor) -> Tensor:
-        """`outputs` times the scale, with its graph."""
-        return outputs * self._scale
+        """`outputs` (a tensor of any dtype) times the scale, with its graph."""
+        # A tensor, because a float16 loss times a Python number stays float16, and overflows.
+        return outputs * torch.tensor(self._scale, device=outputs.device)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer`'s parameters by the scale, in place, and look for
@@ -279,7 +280,8 @@ def train(
     """One train_step for each batch; the results in order.
 
     Batches are taken one at a time. The scheduler advances once after each step that was taken and
-    stays where it is after a skipped one. Memory does not grow with the number of steps.
+    stays where it is after a skipped one. But for the results, memory does not grow with the number
+    of steps.
 
     Raises:
         ValueError: as train_step, before the step with the bad value.
@@ -375,7 +377,8 @@ class MasterWeights:
         optimizer: what `make_optimizer` made of them.
 
     Raises:
-        ValueError: a trainable parameter has another dtype (names both), or there is none.
+        ValueError: a trainable parameter has another dtype (names the parameter and the dtype), or
+            there is none.
     """
 
     def __init__(
@@ -422,7 +425,7 @@ class MasterWeights:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """The "masters" (a list) and the "optimizer" state; the 16-bit weights are the masters, rounded."""
+        """The "masters" (a list) and the "optimizer" state; the model is the masters, rounded."""
         return {"masters": self.masters, "optimizer": self.optimizer.state_dict()}
 
     @torch.no_grad()

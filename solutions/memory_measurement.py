@@ -106,8 +106,6 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         TypeError: `forward` is not callable or `model` is not a Module; names the type.
         Any error of `forward`, unchanged; no hook is left behind.
     """
-    if not callable(forward):
-        raise TypeError(f"forward must be callable, not {type(forward).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     # The graph owns the boxes and we hold them weakly: a box lives as long as autograd would

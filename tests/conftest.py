@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer or mode would import it, in the middle of a measurement
+
 from kit import verdict
 from kit.answers import Answer, load, sources
 from kit.catalog import find_kata

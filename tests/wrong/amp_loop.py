@@ -370,6 +370,25 @@ WRONG = [
         ),
     ),
     Wrong(
+        name="scales_with_a_python_number",
+        belief="A number times a tensor is as good as a tensor times a tensor.",
+        caught_by="test_scales_a_float16_loss_in_float32",
+        says="does not widen",
+        edits=(
+            (
+                "return outputs * torch.tensor(self._scale, device=outputs.device)",
+                "return outputs * self._scale",
+            ),
+        ),
+    ),
+    Wrong(
+        name="starts_with_a_scale_of_one",
+        belief="A scale should start low and grow.",
+        caught_by="test_starts_as_gradscaler_starts",
+        says="the defaults are others",
+        edits=(("init_scale: float = 2.0**16,", "init_scale: float = 1.0,"),),
+    ),
+    Wrong(
         name="unscales_float16_gradients",
         belief="A gradient is a gradient.",
         caught_by="test_refuses_float16_gradients",

@@ -456,6 +456,13 @@ WRONG = [
         edits=(('"master_adam": (16, 16, 96)', '"master_adam": (16, 16, 64)'),),
     ),
     Wrong(
+        name="several_ranks_mean_zero",
+        belief="Where there are several ranks, the optimizer state is sharded.",
+        caught_by="test_divides_nothing_unless_told_to",
+        says="the defaults are stage 0",
+        edits=(("    zero_stage: int = 0,", "    zero_stage: int = 1,"),),
+    ),
+    Wrong(
         name="divides_bytes_instead_of_padding_shards",
         belief="A rank holds its share of the bytes.",
         caught_by="test_pads_shards_to_one_size",

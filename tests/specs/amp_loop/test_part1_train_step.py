@@ -23,7 +23,7 @@ HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=[
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
-# What is wrong, and the words of the value that the message must hold.
+# What is passed, and a part of the value that the message must hold.
 BAD = {
     "dtype": ({"dtype": torch.float64}, "float64"),
     "no_scaler": ({"dtype": torch.float16, "scaler": None}, "float16"),
@@ -31,7 +31,7 @@ BAD = {
     "max_norm": ({"max_norm": -2.5}, "-2.5"),
     "zero_norm": ({"max_norm": 0.0}, "0.0"),
     "nan_norm": ({"max_norm": math.nan}, "nan"),
-    "triple": ({"batch": (torch.ones(2, 7), torch.ones(2, 5), torch.ones(2))}, "3"),
+    "triple": ({"batch": (torch.ones(2, 7), torch.ones(2, 5), torch.ones(2))}, ""),
     "empty": ({"batch": (torch.ones(0, 7), torch.ones(0, 5))}, "0"),
     "unequal": ({"batch": (torch.ones(6, 7), torch.ones(1, 5))}, "6"),
 }
@@ -220,18 +220,20 @@ class TestPart1TrainStep:
     @pytest.mark.saves
     @HALVES
     def test_holds_activations_in_sixteen_bits(self, answer, reference, device, dtype):
-        """Activations halve; weights, gradients and the output in float32 do not.
+        """Activations halve; float32 gradients stay, and 16-bit copies of the weights come on top.
 
-        Rows x widths are chosen so that activations are 9 in 10 bytes: 0.5 x 0.9 + 0.1 = 0.55, so
-        the bar is 0.60 of the float32 step.
+        R = 1024 rows and four hidden layers of 96 make A = 4 * R * 4 * 96 = 1.57 MB of activations
+        against W = 0.12 MB of weights. At the peak the backward pass has one more layer in flight:
+        float32 takes 5/4 A + W, 16 bits half of that 5/4 A and W + W/2. That is 0.55 of it, and the
+        bar is 0.60.
         """
-        widths = (48, 160, 160, 160, 160, 160, 8)
-        rows = 1200 if device.type == "cpu" else 12_000
+        widths = (24, 96, 96, 96, 96, 8)
+        rows = 1024 if device.type == "cpu" else 16 * 1024
 
         def peak(module: object, dtype: torch.dtype) -> int:
             model = mlp(*widths, device=device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            batch = torch.randn(rows, 48, device=device), torch.randn(rows, 8, device=device)
+            batch = torch.randn(rows, 24, device=device), torch.randn(rows, 8, device=device)
             scaler = scaler_for(dtype, device)
 
             def step() -> None:
@@ -268,14 +270,14 @@ class TestPart1TrainStep:
             return bytes_of(model) + reading.retained - bytes_of(*_grads(model))
 
         plain = state(reference, torch.float32)
-        # The scaler of the reference, and one of its own, hold a few scalars of 512 bytes.
+        # A scaler holds a few scalars of 512 bytes; a 16-bit copy of the weights would be 12 %.
         check_bar(
             "weights, gradients and optimizer state",
             state(answer, dtype),
-            plain + 4 * 512,
+            1.05 * plain,
             plain=plain,
             reference=state(reference, dtype),
-            formula="what float32 holds",
+            formula="what float32 holds + 5 %",
             cause="a second copy of the weights is kept, or of the gradients",
         )
 
@@ -388,13 +390,15 @@ class TestPart1TrainStep:
         options = {"batch": batch, "scaler": GradScaler(device.type), "dtype": torch.float16}
         change, value = BAD[bad]
         options |= change
+        shapes = [tuple(part.shape) for part in change.get("batch", ())]
+        words = [f"{k}={v}" for k, v in change.items() if k != "batch"]
+        words += [f"a batch of shapes {shapes}"] if shapes else []
+        data, scaler = options.pop("batch"), options.pop("scaler")
         check_raises(
-            lambda: answer.train_step(
-                model, options.pop("batch"), mse, optimizer, options.pop("scaler"), **options
-            ),
+            lambda: answer.train_step(model, data, mse, optimizer, scaler, **options),
             ValueError,
-            mentions=[value],
-            when=f"for {', '.join(change)} = {next(iter(change.values()))}",
+            mentions=[value] if value else [],
+            when=f"for {' and '.join(words)}",
         )
         before.check_unchanged("the refused call", cause="the input is checked too late")
 

@@ -214,6 +214,20 @@ class TestPart2LossScaler:
         check_equal(params[0].detach(), want, "weights after two steps", cause=cause)
 
     @pytest.mark.survives
+    def test_scales_a_float16_loss_in_float32(self, answer, device):
+        """A float16 1.0 times the number 65536 is infinite; times a float32 tensor it is not."""
+        loss = torch.ones((), dtype=torch.float16, device=device)
+        got = answer.LossScaler(init_scale=65536.0).scale(loss)
+        cause = "a Python number does not widen a float16 tensor; a float32 tensor does"
+        check_equal(got, torch.tensor(65536.0, device=device), "scaled loss", cause=cause)
+
+    @pytest.mark.survives
+    def test_starts_as_gradscaler_starts(self, answer, device):
+        want = GradScaler(device.type).state_dict()
+        cause = "the defaults are others, or the keys are"
+        check_equal(answer.LossScaler().state_dict(), want, "state by default", cause=cause)
+
+    @pytest.mark.survives
     def test_refuses_float16_gradients(self, answer, device):
         """They mean a model that was cast: divided in float16, small gradients underflow again."""
         params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]

@@ -50,6 +50,14 @@ class TestPart4TrainingBytes:
         check_equal(got, want, "bytes of 10 parameters on 4 ranks at stages 1, 2, 3", cause=cause)
 
     @pytest.mark.exact
+    def test_divides_nothing_unless_told_to(self, answer):
+        """Stage 0 is whole on any number of ranks, and one rank is whole at any stage."""
+        got = [answer.training_bytes(10, "adam", ranks=4)]
+        got += [answer.training_bytes(10, "adam", zero_stage=stage) for stage in (1, 2, 3)]
+        cause = "the defaults are stage 0 and one rank"
+        check_equal(got, [160] * 4, "bytes with only ranks, or only a stage, given", cause=cause)
+
+    @pytest.mark.exact
     def test_adds_adapters_to_frozen_weights(self, answer):
         """LoRA: 2 (or 1/2) a frozen parameter and 16 an adapter; stage 3 divides both."""
         got = [

@@ -1,0 +1,1 @@
+"""Experiments and their figures; nothing here is part of the tests."""
