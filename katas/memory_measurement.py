@@ -62,10 +62,10 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """Bytes that autograd holds between the forward and the backward pass.
 
-    Counts the tensors that the graph of `forward()`'s result has saved for its backward, each
-    storage once and in full. Storages of `model`'s parameters and buffers never count, in whatever
-    shape they are saved (Linear saves its weight as a transposed view): they are there anyway. What
-    was saved for a graph that is gone by the time `forward` returns does not count. The input
+    Counts the tensors that were saved for a backward pass while `forward` ran and that are still
+    held when it returns, each storage once and in full. What was saved for a graph that is gone by
+    then does not count. Storages of `model`'s parameters and buffers never count, in whatever shape
+    they are saved (Linear saves its weight as a transposed view): they are there anyway. The input
     counts, if it is saved. Afterwards the graph is as free to go as without the count.
 
     Args:
@@ -99,11 +99,12 @@ def peak_memory(
         device: "cpu", "cuda" or "cuda:N", as a string or a torch.device.
         existing: every tensor alive before the step that it may use or free (parameters,
             gradients, optimizer state, inputs). On the cpu they are the baseline, each storage
-            once; on cuda the allocator knows already, and they are not used.
+            once; on cuda the allocator knows already, and they are not used. Taken once, and not
+            kept: what the step frees must be free to go.
 
     Raises:
-        ValueError: `device` is of another type, or cuda is not available; names the device. The
-            step has not run then.
+        ValueError: `device` names another kind of device, or none, or cuda is not available;
+            names it. The step has not run then.
         Any error of `step`, unchanged; no mode is left behind.
     """
     raise NotImplementedError
@@ -156,4 +157,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub 10f9b3de57b7
+# untouched stub 87a7993e7a1f

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer or mode would import it, in the middle of a measurement
 
 from kit import verdict
 from kit.answers import Answer, load, sources

@@ -185,7 +185,7 @@ class LossScaler:
         return self._scale
 
     def scale(self, outputs: Tensor) -> Tensor:
-        # A tensor, not a float: a 16-bit scalar times a float32 scalar is float32, and not infinite.
+        # A tensor, not a float: a 16-bit scalar times a float32 scalar is float32.
         scale = torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
         return outputs * scale
 
@@ -405,7 +405,7 @@ class MasterWeights:
         for i, (saved, master) in enumerate(zip(masters, self.masters, strict=True)):
             if saved.shape != master.shape:
                 raise ValueError(
-                    f"master {i} was saved as {tuple(saved.shape)}, the model has {tuple(master.shape)}"
+                    f"master {i} was {tuple(saved.shape)}, the model has {tuple(master.shape)}"
                 )
         # Copied: the optimizer would go on in the very tensors of `state_dict`.
         self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))
