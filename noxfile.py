@@ -72,6 +72,16 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Break the references in every small way and list what no spec notices: -- [NAME]; slow."""
+    python = _python(session, "mutants")
+    if not _is_without_venv():
+        wanted = nox.project.dependency_groups(PROJECT, "mutants")
+        _quietly(session, python, "-m", "pip", "install", "--quiet", *wanted)
+    _run(session, python, "-m", "bench.mutants", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and types: ruff check, ruff format --check, mypy --strict."""
     python = _python(session, "prove", "lint")

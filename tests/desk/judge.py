@@ -170,13 +170,11 @@ class _Run:
             for event in fresh:
                 self._note(event)
                 tell(event)
+            if self._finished or (gone and not fresh):
+                break  # a finished process takes its time to leave, or a thread of it never ends
             if fresh:
                 last = time.monotonic()
-            elif gone:
-                break
             elif time.monotonic() - last > self._patience():
-                if self._finished:  # a thread of the answer keeps the process from ending
-                    break
                 return self._give_up(tell)
             else:
                 time.sleep(_POLL)
@@ -195,8 +193,6 @@ class _Run:
         self._child.wait()
 
     def _patience(self) -> float:
-        if self._finished:
-            return 2.0
         return self.job.limit + self.job.grace if self._specs else _START_LIMIT
 
     def _fresh_events(self) -> list[Event]:

@@ -202,10 +202,7 @@ def _measure_cpu(step: Callable[[], object], known: Iterable[object]) -> Reading
     with _collector_paused():
         with live.counting():
             step()
-        # the step's own garbage is young, and quick to find; a full search takes some 100 ms
-        gc.collect(1)
-        if live.above != 0:
-            gc.collect()
+        gc.collect()
         return live.reading()
 
 
@@ -251,9 +248,13 @@ def _warm_up_cublas(device: torch.device) -> None:
 def _collector_paused() -> Iterator[None]:
     resume = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
+    # What is older than the step is set aside: a search through all of torch takes some 100 ms,
+    # and the garbage of the step is young.
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         resume()
 
 

@@ -482,7 +482,7 @@ WRONG = [
     Wrong(
         name="trains_16_bit_weights",
         belief="Weights in 16 bits learn as well as in 32.",
-        caught_by="test_learns_real_text_as_well_as_float32[bf16]",
+        caught_by="test_learns_real_text_as_well_as_float32",
         says="loss on text",
         edits=(
             (

@@ -20,7 +20,6 @@ from kit.verdict import check, check_bar, check_close, check_equal, check_raises
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
-HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -129,22 +128,22 @@ class TestPart3Train:
             )
 
     @pytest.mark.exact
-    @HALVES
-    def test_learns_real_text_as_well_as_float32(self, answer, device, dtype):
+    def test_learns_real_text_as_well_as_float32(self, answer, device):
         """50 steps of a byte-level transformer: the mean of the last ten losses within 0.2 %.
 
-        Measured: 0.006 % (bfloat16) and 0.002 % (float16); with 16-bit weights 0.6 %, with clipping
-        before unscaling 1.5 %.
+        Measured: 0.003 % (bfloat16) and 0.001 % (float16); with bfloat16 weights 0.4 %.
         """
 
         def last_losses(dtype: torch.dtype) -> float:
             torch.manual_seed(1)
             model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
             model.to(device)
-            scaler = GradScaler(device.type) if dtype == torch.float16 else None
+            # A scale that overflows at first would skip steps, and learn from fewer batches.
+            half = dtype == torch.float16
+            scaler = GradScaler(device.type, init_scale=1024.0) if half else None
             results = answer.train(
                 model,
-                ((x.to(device), y.to(device)) for x, y in text_batches(50, batch=5, length=23)),
+                ((x.to(device), y.to(device)) for x, y in text_batches(50, batch=4, length=17)),
                 lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
                 torch.optim.Adam(model.parameters(), lr=0.003),
                 scaler,
@@ -161,7 +160,9 @@ class TestPart3Train:
             cause="no learning",
         )
         cause = "gradients underflow or are clipped while scaled, or weights are 16-bit"
-        check_close(last_losses(dtype), full, "loss on text", rtol=0.002, cause=cause)
+        for dtype in (torch.bfloat16, torch.float16):
+            got = last_losses(dtype)
+            check_close(got, full, f"loss on text in {dtype}", rtol=0.002, cause=cause)
 
     @pytest.mark.saves
     def test_memory_does_not_grow_with_the_number_of_steps(self, answer, reference, device):
