@@ -189,8 +189,15 @@ def judge(mutant: Mutant) -> int:
 
 
 def needs_cuda(mutant: Mutant) -> bool:
-    """Whether the change is on a line that only a CUDA device can run."""
-    return "cuda" in mutant.change and not torch.cuda.is_available()
+    """Whether the change is on a line, or in a function, that only a CUDA device can run."""
+    tree = ast.parse(mutant.kata.solution.read_text(encoding="utf-8"))
+    inside = any(
+        isinstance(node, ast.FunctionDef)
+        and "cuda" in node.name
+        and node.lineno <= mutant.line <= (node.end_lineno or 0)
+        for node in ast.walk(tree)
+    )
+    return (inside or "cuda" in mutant.change) and not torch.cuda.is_available()
 
 
 def survivors(todo: list[Mutant], console: Console) -> list[Mutant]:

@@ -79,7 +79,8 @@ def check_close(
     if mine.shape != true.shape:
         fail(expected=f"{what} of shape {tuple(true.shape)}", got=tuple(mine.shape), cause=cause)
     if not torch.allclose(mine.double(), true.double(), rtol=rtol, atol=atol):
-        expected = f"{what} = {show(true)} (within {rtol:g} of it)"
+        near = f"{100 * rtol:.2g} %" if rtol else f"{atol:g}"
+        expected = f"{what} = {show(true)}, within {near}"
         fail(expected=expected, got=_difference(mine, true), cause=cause)
 
 

@@ -105,7 +105,7 @@ WRONG = [
         name="never_unscales",
         belief="scaler.step() does all that is needed, and the norm is the norm.",
         caught_by="test_steps_with_the_true_gradients[fp16]",
-        says="the norm is taken before unscaling",
+        says="taken before unscale_",
         edits=((UNSCALE, ""),),
     ),
     Wrong(
@@ -126,7 +126,7 @@ WRONG = [
         name="returns_the_norm_after_clipping",
         belief="The gradient norm is that of the gradients that are used.",
         caught_by="test_clips_the_true_gradients_not_the_scaled_ones",
-        says="the norm is that of scaled, or of clipped",
+        says="it is the norm of clipped",
         edits=(
             (
                 "        clip_grads_with_norm_(parameters, max_norm, grad_norm)\n",

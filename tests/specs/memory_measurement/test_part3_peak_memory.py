@@ -48,6 +48,8 @@ class TestPart3PeakMemory:
         )
         if device.type == "cpu":
             check_equal(got.baseline, size, "baseline", cause="`existing` is the baseline")
+            nothing = tuple(answer.peak_memory(lambda: None, device))
+            check_equal(nothing, (0, 0, 0), "a step that does nothing", cause="a wrong start")
 
     @pytest.mark.exact
     def test_gives_back_what_is_freed(self, answer, device):
