@@ -72,6 +72,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """Experiments about speed, as ratios within one run (pytest-benchmark)."""
+    python = _python(session, "prove")
+    options = ("-p", "no:randomly", "--benchmark-columns=median,iqr,rounds")
+    _run(session, python, "-m", "pytest", "tests/bench", "-q", *options, *session.posargs)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Break the references in every small way and list what no spec notices: -- [NAME]; slow."""
     python = _python(session, "mutants")

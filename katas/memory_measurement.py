@@ -103,8 +103,8 @@ def peak_memory(
             kept: what the step frees must be free to go.
 
     Raises:
-        ValueError: `device` names another kind of device, or none, or cuda is not available;
-            names it. The step has not run then.
+        ValueError: `device` names another kind of device, or none, or a cuda device that is not
+            there; names it. The step has not run then.
         Any error of `step`, unchanged; no mode is left behind.
     """
     raise NotImplementedError
@@ -157,4 +157,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub 87a7993e7a1f
+# untouched stub 47f7bd8321fe

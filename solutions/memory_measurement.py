@@ -159,19 +159,19 @@ def peak_memory(
             kept: what the step frees must be free to go.
 
     Raises:
-        ValueError: `device` names another kind of device, or none, or cuda is not available;
-            names it. The step has not run then.
+        ValueError: `device` names another kind of device, or none, or a cuda device that is not
+            there; names it. The step has not run then.
         Any error of `step`, unchanged; no mode is left behind.
     """
     try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError):  # not the name of any device
-        kind = "unknown"
-    if kind == "cpu":
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"no device is named {device!r}") from None
+    if device.type == "cpu":
         return _peak_on_cpu(step, existing)
-    if kind == "cuda" and torch.cuda.is_available():
-        return _peak_on_cuda(step, torch.device(device))
-    raise ValueError(f"device must be cpu, or cuda where there is one, not {str(device)!r}")
+    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+        return _peak_on_cuda(step, device)
+    raise ValueError(f"device must be cpu, or a cuda device that is there, not {str(device)!r}")
 
 
 def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> PeakMemory:

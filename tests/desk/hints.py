@@ -33,9 +33,9 @@ def run(name: str, part: int, rung: int) -> int:
     paper.line(f"{kata.title}, part {part}: {subject} - hint {rung} of {len(rungs)}", "bold")
     paper.line(heading)
     paper.line()
-    for line in lines:
-        paper.line(f"  {line}" if line else "")
-    paper.line()
+    for paragraph in "\n".join(lines).split("\n\n"):
+        paper.line(f"  {' '.join(paragraph.split())}")  # the terminal's width, not the file's
+        paper.line()
     if rung + 1 in rungs:
         paper.steps([("Next", f"nox -s hint -- {name} {part} {rung + 1}")])
     else:

@@ -421,17 +421,9 @@ WRONG = [
     Wrong(
         name="measures_any_device_as_if_it_were_the_cpu",
         belief="A device that is not cuda is the cpu.",
-        caught_by="test_refuses_a_device_that_it_cannot_measure",
+        caught_by="test_refuses_a_device_that_it_cannot_measure[mps]",
         says="for device",
-        edits=(
-            ('    if kind == "cpu":\n', '    if kind != "cuda":\n'),
-            ('    if kind == "cuda" and torch.cuda.is_available():\n', "    if True:\n"),
-            (
-                "    torch.cuda.synchronize(device)\n    # Without",
-                "    if not torch.cuda.is_available():\n        return _peak_on_cpu(step, ())\n"
-                "    torch.cuda.synchronize(device)\n    # Without",
-            ),
-        ),
+        edits=(('    if device.type == "cpu":\n', '    if device.type != "cuda":\n'),),
     ),
     Wrong(
         name="no_reset_of_the_cuda_peak",
