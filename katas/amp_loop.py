@@ -100,8 +100,8 @@ class LossScaler:
         growth_interval: in updates.
 
     Raises:
-        ValueError: init_scale not positive, growth_factor not above 1, backoff_factor not between
-            0 and 1, growth_interval below 1; names the value.
+        ValueError: init_scale not positive and finite, growth_factor not above 1, backoff_factor
+            not between 0 and 1, growth_interval below 1; names the value.
     """
 
     def __init__(
@@ -274,4 +274,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 58baca027417
+# untouched stub 95ffb60949a3

@@ -85,7 +85,7 @@ def train_step(
     inputs, targets = batch
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     mixed = dtype != torch.float32
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
         output = model(inputs)
@@ -125,11 +125,9 @@ def _check_step(
         raise ValueError(f"a scaler is for float16, and only for it: {scaler} with {dtype}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
-    if len(batch) != 2:
-        raise ValueError(f"a batch is (inputs, targets), not {len(batch)} things")
-    lengths = [len(part) for part in batch]
-    if lengths[0] != lengths[1] or lengths[0] == 0:
-        raise ValueError(f"inputs and targets must be as many, and some, not {lengths}")
+    inputs, targets = batch  # a ValueError unless it is a pair
+    if len(inputs) != len(targets) or len(inputs) == 0:
+        raise ValueError(f"as many inputs as targets, and some: {len(inputs)}, {len(targets)}")
 
 
 # Part 2
@@ -151,8 +149,8 @@ class LossScaler:
         growth_interval: in updates.
 
     Raises:
-        ValueError: init_scale not positive, growth_factor not above 1, backoff_factor not between
-            0 and 1, growth_interval below 1; names the value.
+        ValueError: init_scale not positive and finite, growth_factor not above 1, backoff_factor
+            not between 0 and 1, growth_interval below 1; names the value.
     """
 
     def __init__(
@@ -421,7 +419,7 @@ class MasterWeights:
             self.optimizer.step()
             for weight, master in zip(self._weights, self.masters, strict=True):
                 weight.copy_(master)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return taken
 
     def state_dict(self) -> dict[str, Any]:

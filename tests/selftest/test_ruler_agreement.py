@@ -221,6 +221,7 @@ def sharded(per_block: bool) -> nn.Sequential:
     return model
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 does not run on the cpu")
 @pytest.mark.usefixtures("simulated_world")
 def test_fsdp_gives_freed_parameters_back_so_that_wrapping_each_block_lowers_the_peak() -> None:
     x = torch.randn(6, 360)

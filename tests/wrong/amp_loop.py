@@ -96,8 +96,8 @@ WRONG = [
         says="the model is cast, not autocast",
         edits=(
             (
-                "    optimizer.zero_grad(set_to_none=True)\n    mixed",
-                "    optimizer.zero_grad(set_to_none=True)\n    model.to(dtype)\n    mixed",
+                "    optimizer.zero_grad()\n    mixed",
+                "    optimizer.zero_grad()\n    model.to(dtype)\n    mixed",
             ),
         ),
     ),
@@ -169,8 +169,8 @@ WRONG = [
         says="a second copy of the weights",
         edits=(
             (
-                "    optimizer.zero_grad(set_to_none=True)\n    mixed",
-                "    optimizer.zero_grad(set_to_none=True)\n"
+                "    optimizer.zero_grad()\n    mixed",
+                "    optimizer.zero_grad()\n"
                 "    model.half_weights = [p.detach().to(dtype) for p in parameters]\n    mixed",
             ),
         ),
@@ -234,7 +234,7 @@ WRONG = [
         belief="Gradients are cleared at the end, so they are clear at the start.",
         caught_by="test_ignores_gradients_from_before_the_step",
         says="the first step has stale ones",
-        edits=(("    optimizer.zero_grad(set_to_none=True)\n    mixed", "    mixed"),),
+        edits=(("    optimizer.zero_grad()\n    mixed", "    mixed"),),
     ),
     Wrong(
         name="clips_the_parameters_of_the_model",
@@ -593,7 +593,7 @@ WRONG = [
         says="float32 gradients are kept",
         edits=(
             (
-                "        self.optimizer.zero_grad(set_to_none=True)\n        return taken",
+                "        self.optimizer.zero_grad()\n        return taken",
                 "        return taken",
             ),
         ),
@@ -629,7 +629,7 @@ WRONG = [
         says="earlier step",
         edits=(
             (
-                "        self.optimizer.zero_grad(set_to_none=True)\n        return taken",
+                "        self.optimizer.zero_grad()\n        return taken",
                 "        return taken",
             ),
         ),

@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 
 
 # What is passed, and a part of the value that the message must hold.
 BAD = {
-    "dtype": ({"dtype": torch.float64}, "float64"),
+    "dtype": ({"dtype": torch.float64, "scaler": None}, "float64"),
     "no_scaler": ({"dtype": torch.float16, "scaler": None}, "float16"),
     "stray_scaler": ({"dtype": torch.bfloat16}, "bfloat16"),
     "max_norm": ({"max_norm": -2.5}, "-2.5"),
@@ -33,7 +33,8 @@ BAD = {
     "nan_norm": ({"max_norm": math.nan}, "nan"),
     "triple": ({"batch": (torch.ones(2, 7), torch.ones(2, 5), torch.ones(2))}, ""),
     "empty": ({"batch": (torch.ones(0, 7), torch.ones(0, 5))}, "0"),
-    "unequal": ({"batch": (torch.ones(6, 7), torch.ones(1, 5))}, "6"),
+    "more_inputs": ({"batch": (torch.ones(6, 7), torch.ones(1, 5))}, "6"),
+    "more_targets": ({"batch": (torch.ones(1, 7), torch.ones(6, 5))}, "6"),
 }
 
 

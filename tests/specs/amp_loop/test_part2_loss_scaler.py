@@ -226,6 +226,8 @@ class TestPart2LossScaler:
         want = GradScaler(device.type).state_dict()
         cause = "the defaults are others, or the keys are"
         check_equal(answer.LossScaler().state_dict(), want, "state by default", cause=cause)
+        small = answer.LossScaler(init_scale=0.5).get_scale()
+        check_equal(small, 0.5, "a scale below 1", cause="every positive scale is allowed")
 
     @pytest.mark.survives
     def test_refuses_float16_gradients(self, answer, device):
@@ -261,10 +263,13 @@ class TestPart2LossScaler:
         ("options", "value"),
         [
             pytest.param({"init_scale": 0.0}, "0.0", id="zero_scale"),
-            pytest.param({"init_scale": math.inf}, "inf", id="infinite_scale"),
+            pytest.param({"init_scale": -4.0}, "-4.0", id="negative_scale"),
+            pytest.param({"init_scale": float("inf")}, "inf", id="infinite_scale"),
             pytest.param({"growth_factor": 1.0}, "1.0", id="growth_of_1"),
-            pytest.param({"backoff_factor": 1.5}, "1.5", id="backoff_above_1"),
+            pytest.param({"growth_factor": 0.5}, "0.5", id="growth_below_1"),
+            pytest.param({"backoff_factor": 1.0}, "1.0", id="backoff_of_1"),
             pytest.param({"backoff_factor": 0.0}, "0.0", id="backoff_of_0"),
+            pytest.param({"backoff_factor": -0.5}, "-0.5", id="negative_backoff"),
             pytest.param({"growth_interval": 0}, "0", id="no_interval"),
         ],
     )
