@@ -341,8 +341,7 @@ def load_checkpoint(
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, given in (("scaler", scaler), ("scheduler", scheduler)):
         if (state[name] is None) != (given is None):
-            has = "no" if state[name] is None else "a"
-            raise ValueError(f"the checkpoint has {has} {name}, and {name}={given} was given")
+            raise ValueError(f"the checkpoint has {name} {state[name]}, and {given} was given")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     if scaler is not None:
@@ -383,14 +382,12 @@ class MasterWeights:
         self, model: nn.Module, make_optimizer: Callable[[list[Tensor]], Optimizer]
     ) -> None:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not trainable:
-            raise ValueError(f"{type(model).__name__} has no trainable parameters")
         for name, p in trainable.items():
             if p.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} must be float16 or bfloat16, not {p.dtype}")
         self._weights = list(trainable.values())
         self.masters = [p.detach().float().requires_grad_() for p in self._weights]
-        self.optimizer = make_optimizer(self.masters)
+        self.optimizer = make_optimizer(self.masters)  # a ValueError if there are none
 
     def zero_grad(self) -> None:
         """Drop the 16-bit gradients."""

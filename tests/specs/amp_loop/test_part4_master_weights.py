@@ -196,13 +196,15 @@ class TestPart4MasterWeights:
             check_equal(mine.detach(), true.detach(), "master after the resumed step", cause=cause)
 
     @pytest.mark.survives
-    @pytest.mark.parametrize("bad", ["float32", "no_trainable", "scale", "count"])
+    @pytest.mark.parametrize(
+        "bad", ["float32", "no_trainable", "no_scale", "negative", "infinite", "count"]
+    )
     def test_refuses_bad_input(self, answer, device, bad):
         model = layer(device)
         trainer = answer.MasterWeights(model, sgd)
         give_gradients(model, 1.0)
         weight = model.weight.detach().clone()
-        state = trainer.state_dict() | {"masters": trainer.masters[:1]}
+        state = trainer.state_dict() | {"masters": [trainer.masters[0].detach() + 1]}
         call, words, when = {
             "float32": (
                 lambda: answer.MasterWeights(mlp(5, 3, device=device), sgd),
@@ -210,7 +212,9 @@ class TestPart4MasterWeights:
                 "for a float32 model",
             ),
             "no_trainable": (lambda: answer.MasterWeights(nn.ReLU(), sgd), [], "for a ReLU"),
-            "scale": (lambda: trainer.step(loss_scale=0.0), ["0.0"], "for loss_scale=0.0"),
+            "no_scale": (lambda: trainer.step(loss_scale=0.0), ["0.0"], "for loss_scale=0.0"),
+            "negative": (lambda: trainer.step(loss_scale=-8.0), ["-8.0"], "for loss_scale=-8.0"),
+            "infinite": (lambda: trainer.step(float("inf")), ["inf"], "for loss_scale=inf"),
             "count": (lambda: trainer.load_state_dict(state), ["1", "2"], "for 1 master of 2"),
         }[bad]
         check_raises(call, ValueError, mentions=words, when=when)
