@@ -59,14 +59,16 @@ def train_step(
     The forward pass and the loss run under autocast on the device of the inputs, the backward pass
     outside it. Weights, gradients and optimizer state are float32 throughout. The loss is computed
     from the output in float32: a float16 loss times a scale of 65536 is infinite, and so is the
-    first gradient behind it. Gradients from before the step do not count.
+    first gradient behind it. Gradients from before the step do not count, and a parameter that gets
+    none in this step is not stepped. An error in the model or the loss leaves autocast as it was.
 
     The gradient norm, and clipping, are over the gradients of the parameters that `optimizer`
     holds, after unscaling. A gradient that is huge but finite is no overflow.
 
     Args:
-        model: from inputs to one output tensor (batch, ...).
-        batch: inputs and targets with the same first dimension, on the model's device.
+        model: from inputs to one output tensor (batch, ...); its gradients are dense.
+        batch: a pair (tuple or list) of inputs and targets with the same first dimension, on the
+            model's device.
         loss_fn: from the output and the targets to a scalar.
         optimizer: holds the parameters to be trained; others are not stepped.
         scaler: needed for float16, and None for any other dtype. Without one no step is skipped.
@@ -274,4 +276,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 95ffb60949a3
+# untouched stub aeaba4d18c97

@@ -47,7 +47,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     and dicts; before the first step Adam has none.
 
     Args:
-        model: any module.
+        model: any module with dense tensors, on any device, the meta device included.
         optimizer: None counts as no state.
 
     Raises:
@@ -92,7 +92,8 @@ def peak_memory(
     On cuda the allocator counts. On the cpu nothing counts for us: a TorchDispatchMode watches
     every operation, forward and backward, and keeps the sum of live storages. A temporary counts
     while it lives; a view or an in-place result takes no memory; what is freed is given back. Two
-    measurements are independent: neither reports the peak of the other.
+    measurements are independent: neither reports the peak of the other. Memory of other devices
+    does not count.
 
     Args:
         step: runs the work; what it returns is dropped before `retained` is read.
@@ -157,4 +158,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub 47f7bd8321fe
+# untouched stub 350ecc31b0ce

@@ -34,7 +34,7 @@ WRONG = [
         says="without a graph",
         edits=(
             (
-                "StepResult(loss.detach(), grad_norm, skipped=False)",
+                "StepResult(loss.detach().float(), grad_norm, skipped=False)",
                 "StepResult(loss, grad_norm, False)",
             ),
         ),
@@ -105,7 +105,7 @@ WRONG = [
         name="never_unscales",
         belief="scaler.step() does all that is needed, and the norm is the norm.",
         caught_by="test_steps_with_the_true_gradients[fp16]",
-        says="taken before unscale_",
+        says="before unscale_ it is 65536",
         edits=((UNSCALE, ""),),
     ),
     Wrong(
@@ -462,7 +462,7 @@ WRONG = [
         name="saves_no_scale",
         belief="The scale finds itself again.",
         caught_by="test_resumes_to_the_same_bits[fp16]",
-        says="scaler",
+        says="something is not saved",
         edits=(
             (
                 '    if scaler is not None:\n        scaler.load_state_dict(state["scaler"])\n',
@@ -664,5 +664,435 @@ WRONG = [
         caught_by="test_refuses_bad_input[float32]",
         says="this input is not checked",
         edits=(("if p.dtype not in (torch.float16, torch.bfloat16):", "if False:"),),
+    ),
+    # What a reader of the specs found that they accepted.
+    Wrong(
+        name="norm_first_group",
+        belief="The optimizer has one parameter group.",
+        caught_by="test_looks_at_every_parameter_group",
+        says="only param_groups[0]",
+        edits=(
+            (
+                '[p for group in optimizer.param_groups for p in group["params"]]\n\n',
+                'list(optimizer.param_groups[0]["params"])\n\n',
+            ),
+        ),
+    ),
+    Wrong(
+        name="model_zero_grad",
+        belief="model.zero_grad() and optimizer.zero_grad() are the same.",
+        caught_by="test_clears_the_gradients_of_all_that_it_trains",
+        says="model.zero_grad()",
+        edits=(("    optimizer.zero_grad()\n    mixed", "    model.zero_grad()\n    mixed"),),
+    ),
+    Wrong(
+        name="zero_not_none",
+        belief="A zero gradient is no gradient.",
+        caught_by="test_does_not_step_a_parameter_that_got_no_gradient",
+        says="zeros are a gradient too",
+        edits=(
+            (
+                "    optimizer.zero_grad()\n    mixed",
+                "    optimizer.zero_grad(set_to_none=False)\n    mixed",
+            ),
+        ),
+    ),
+    Wrong(
+        name="skip_nonfinite_without_scaler",
+        belief="A bad step is better skipped, scaler or not.",
+        caught_by="test_skips_nothing_without_a_scaler",
+        says="taken for a skipped step",
+        edits=(
+            (
+                "        optimizer.step()\n        return StepResult(loss.detach().float(), grad_norm, skipped=False)",
+                "        finite = bool(grad_norm.isfinite())\n        if finite:\n            optimizer.step()\n        return StepResult(loss.detach(), grad_norm, skipped=not finite)",
+            ),
+        ),
+    ),
+    Wrong(
+        name="norm_as_float",
+        belief="The norm is for the log, so a number will do.",
+        caught_by="test_moves_every_weight_and_returns_the_true_loss",
+        says="grad_norm as a float32 tensor",
+        edits=(
+            (
+                "    scale = scaler.get_scale()\n",
+                "    grad_norm = grad_norm.item()\n    scale = scaler.get_scale()\n",
+            ),
+            (
+                "return StepResult(loss.detach().float(), grad_norm, skipped=False)",
+                "return StepResult(loss.detach(), grad_norm.item(), skipped=False)",
+            ),
+        ),
+    ),
+    Wrong(
+        name="norm_as_float64",
+        belief="More precision never hurts.",
+        caught_by="test_moves_every_weight_and_returns_the_true_loss",
+        says="grad_norm as a float32 tensor",
+        edits=(
+            (
+                "grad_norm = get_total_norm(gradients)",
+                "grad_norm = get_total_norm(gradients).double()",
+            ),
+        ),
+    ),
+    Wrong(
+        name="skip_by_all_weights",
+        belief="A step that was taken has moved something.",
+        caught_by="test_a_step_of_length_zero_is_not_skipped",
+        says="did not move",
+        edits=(
+            (
+                "    scale = scaler.get_scale()\n    scaler.step",
+                "    before = [p.detach().clone() for p in parameters]\n    scaler.step",
+            ),
+            (
+                "skipped=scaler.get_scale() < scale",
+                "skipped=all(torch.equal(a, b) for a, b in zip(before, parameters))",
+            ),
+        ),
+    ),
+    Wrong(
+        name="casts_inputs",
+        belief="Inputs belong in the dtype of the computation.",
+        caught_by="test_leaves_the_inputs_in_float32",
+        says="cast by hand",
+        edits=(
+            (
+                "        output = model(inputs)\n",
+                "        if inputs.is_floating_point():\n            inputs = inputs.to(dtype)\n        output = model(inputs)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="autocast_left_on_after_error",
+        belief="Entering and leaving by hand is the same as `with`.",
+        caught_by="test_an_error_in_the_model_leaves_autocast_off",
+        says="by hand",
+        edits=(
+            (
+                "    with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):\n        output = model(inputs)\n        loss = loss_fn(output.float(), targets)\n",
+                "    cast = torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed)\n    cast.__enter__()\n    output = model(inputs)\n    loss = loss_fn(output.float(), targets)\n    cast.__exit__(None, None, None)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="only_tuples",
+        belief="A batch is a tuple.",
+        caught_by="test_takes_a_list_for_a_pair_and_a_loss_in_16_bits",
+        says="list",
+        raises=ValueError,
+        edits=(
+            (
+                "    inputs, targets = batch  # a ValueError unless it is a pair\n",
+                "    if not isinstance(batch, tuple):\n        raise ValueError(f'{type(batch)}')\n    inputs, targets = batch\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="unscale_first_group",
+        belief="The optimizer has one parameter group.",
+        caught_by="test_unscales_every_parameter_group",
+        says="only param_groups[0]",
+        edits=(
+            (
+                '[p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]',
+                '[p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]',
+            ),
+        ),
+    ),
+    Wrong(
+        name="counts_steps_not_updates",
+        belief="Every step of an optimizer is a good step.",
+        caught_by="test_counts_updates_and_falls_once_for_all_optimizers",
+        says="are counted, not updates",
+        edits=(
+            (
+                "            self._good_steps += 1\n            if self._good_steps == self",
+                "            if self._good_steps >= self",
+            ),
+            (
+                "            optimizer.step()\n        self._stepped",
+                "            optimizer.step()\n            self._good_steps += 1\n        self._stepped",
+            ),
+        ),
+    ),
+    Wrong(
+        name="backs_off_for_each",
+        belief="Two overflows are twice as bad as one.",
+        caught_by="test_counts_updates_and_falls_once_for_all_optimizers",
+        says="are counted, not updates",
+        edits=(
+            (
+                "            self._scale *= self._backoff_factor\n",
+                "            for bad in self._overflow.values():\n                if bad:\n                    self._scale *= self._backoff_factor\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="update_needs_a_step",
+        belief="update() follows step().",
+        caught_by="test_an_overflow_counts_without_a_step",
+        says="nothing to go by",
+        raises=RuntimeError,
+        edits=(
+            (
+                '        if not self._overflow:\n            raise RuntimeError("update()',
+                '        if not self._stepped:\n            raise RuntimeError("update()',
+            ),
+        ),
+    ),
+    Wrong(
+        name="sum_trick_scaler",
+        belief="A sum is finite if and only if its terms are.",
+        caught_by="test_huge_but_finite_gradients_are_no_overflow",
+        says="the sum or the norm",
+        edits=(
+            (
+                "bad = sum(grad.isfinite().logical_not().sum() for grad in grads)",
+                "bad = not all(bool(grad.sum().isfinite()) for grad in grads)",
+            ),
+        ),
+    ),
+    Wrong(
+        name="refuses_all_but_float32",
+        belief="Gradients of a float32 model are float32.",
+        caught_by="test_takes_float64_gradients",
+        says="a gradient is float16",
+        raises=ValueError,
+        edits=(
+            (
+                "if any(grad.dtype == torch.float16 for grad in grads)",
+                "if any(grad.dtype != torch.float32 for grad in grads)",
+            ),
+        ),
+    ),
+    Wrong(
+        name="state_of_tensors",
+        belief="A scale belongs on the device, and so does its state.",
+        caught_by="test_its_state_is_plain_numbers",
+        says="changes with the scaler",
+        edits=(
+            (
+                "        self._scale = init_scale\n",
+                "        self._scale = torch.tensor(float(init_scale))\n",
+            ),
+            ("        return self._scale\n", "        return self._scale.item()\n"),
+            ("torch.tensor(self._scale, device=outputs.device)", "self._scale.to(outputs.device)"),
+            (
+                "            self._scale *= self._backoff_factor",
+                "            self._scale.mul_(self._backoff_factor)",
+            ),
+            (
+                "                    self._scale = grown",
+                "                    self._scale.copy_(grown)",
+            ),
+            (
+                '        self._scale = state_dict["scale"]',
+                '        self._scale = torch.as_tensor(state_dict["scale"])',
+            ),
+        ),
+    ),
+    Wrong(
+        name="nan_options",
+        belief="x <= 0 refuses all that is not positive.",
+        caught_by="test_refuses_bad_options[nan_scale]",
+        says="not checked",
+        edits=(
+            ("if not 0 < init_scale < math.inf", "if init_scale <= 0 or init_scale == math.inf"),
+            ("if not growth_factor > 1", "if growth_factor <= 1"),
+            ("if not 0 < backoff_factor < 1", "if backoff_factor <= 0 or backoff_factor >= 1"),
+        ),
+    ),
+    Wrong(
+        name="train_forgets_max_norm",
+        belief="Clipping is train_step's business.",
+        caught_by="test_hands_max_norm_on",
+        says="does not hand it on",
+        edits=(
+            ("scaler, dtype=dtype, max_norm=max_norm\n        )", "scaler, dtype=dtype\n        )"),
+        ),
+    ),
+    Wrong(
+        name="scheduler_only_with_scaler",
+        belief="The schedule matters under AMP only.",
+        caught_by="test_the_scheduler_advances_without_a_scaler_too",
+        says="waits for a scaler",
+        edits=(
+            (
+                "if scheduler is not None and not result",
+                "if scheduler is not None and scaler is not None and not result",
+            ),
+        ),
+    ),
+    Wrong(
+        name="train_skips_empty_batches",
+        belief="An empty batch can be passed over.",
+        caught_by="test_stops_at_a_bad_batch_and_keeps_the_steps_before_it",
+        says="not checked",
+        edits=(
+            (
+                "    for batch in batches:\n",
+                "    for batch in batches:\n        if len(batch[0]) == 0:\n            continue\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="path_with_suffix",
+        belief="A path is a pathlib.Path.",
+        caught_by="test_a_failed_first_save_leaves_nothing",
+        says="with_suffix",
+        raises=AttributeError,
+        edits=(
+            (
+                'partial = Path(f"{os.fspath(path)}.partial")',
+                'partial = path.with_suffix(".partial")',
+            ),
+        ),
+    ),
+    Wrong(
+        name="cleans_up_after_oserror_only",
+        belief="A save fails with an OSError.",
+        caught_by="test_a_failed_first_save_leaves_nothing[RuntimeError]",
+        says="half a file is left",
+        edits=(
+            (
+                "    try:\n        torch.save(state, partial)\n        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n",
+                "    try:\n        torch.save(state, partial)\n        os.replace(partial, path)\n    except OSError:\n        partial.unlink(missing_ok=True)\n        raise\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="backup_and_restore",
+        belief="Moving the old file away keeps it safe.",
+        caught_by="test_a_failed_first_save_leaves_nothing",
+        says="half a file is left",
+        edits=(
+            (
+                "    try:\n        torch.save(state, partial)\n        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n",
+                "    if os.path.exists(path):\n        os.replace(path, partial)\n    try:\n        torch.save(state, path)\n    except BaseException:\n        if partial.exists():\n            os.replace(partial, path)\n        raise\n    partial.unlink(missing_ok=True)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="loads_while_checking",
+        belief="Each part can be loaded when it has been checked.",
+        caught_by="test_a_refused_load_changes_nothing",
+        says="still to be checked",
+        edits=(
+            (
+                'was given")\n    model',
+                'was given")\n        if given is not None:\n            given.load_state_dict(state[name])\n    model',
+            ),
+        ),
+    ),
+    Wrong(
+        name="random_before_check",
+        belief="The random state can go first.",
+        caught_by="test_a_refused_load_changes_nothing",
+        says="random state",
+        edits=(
+            (
+                '    for name, given in (("scaler", scaler)',
+                '    torch.set_rng_state(state["random"])\n    for name, given in (("scaler", scaler)',
+            ),
+        ),
+    ),
+    Wrong(
+        name="zip_strict_is_the_check",
+        belief="zip(strict=True) counts for me.",
+        caught_by="test_a_state_with_another_number_of_masters_changes_nothing[too_few]",
+        says="checked too late",
+        edits=(
+            (
+                '        if len(saved) != len(self.masters):\n            raise ValueError(f"{len(saved)} masters were saved, and there are {len(self.masters)}")\n',
+                "",
+            ),
+        ),
+    ),
+    Wrong(
+        name="loss_scale_inf_nan",
+        belief="A scale that is not negative is fine.",
+        caught_by="test_refuses_bad_input[infinite]",
+        says="not checked",
+        edits=(("if not 0 < loss_scale < math.inf", "if loss_scale <= 0"),),
+    ),
+    Wrong(
+        name="checks_first_dtype",
+        belief="The first parameter tells the dtype of the model.",
+        caught_by="test_looks_at_the_dtype_of_every_trainable_parameter_and_of_no_other",
+        says="not checked",
+        edits=(
+            (
+                "        for name, p in trainable.items():\n",
+                "        for name, p in list(trainable.items())[:1]:\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="checks_frozen_dtype",
+        belief="All parameters have one dtype, frozen ones too.",
+        caught_by="test_looks_at_the_dtype_of_every_trainable_parameter_and_of_no_other",
+        says="1.weight must be float16",
+        raises=ValueError,
+        edits=(
+            (
+                "        for name, p in trainable.items():\n",
+                "        for name, p in model.named_parameters():\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="returns_early_on_overflow",
+        belief="After an overflow there is nothing left to do.",
+        caught_by="test_float32_gradients_go_after_an_overflow_too",
+        says="returns early",
+        edits=(
+            (
+                "        if taken:\n            self.optimizer.step()\n            for weight, master in zip(self._weights, self.masters, strict=True):\n                weight.copy_(master)\n",
+                "        if not taken:\n            return False\n        self.optimizer.step()\n        for weight, master in zip(self._weights, self.masters, strict=True):\n            weight.copy_(master)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="norm_trick_master",
+        belief="A norm is finite if and only if its gradient is.",
+        caught_by="test_huge_but_finite_gradients_are_a_step",
+        says="the sum or the norm",
+        edits=(
+            (
+                "all(bool(grad.isfinite().all()) for grad in grads)",
+                "all(bool(grad.norm().isfinite()) for grad in grads)",
+            ),
+        ),
+    ),
+    Wrong(
+        name="load_aliases_masters",
+        belief="A loaded tensor can be used as it is.",
+        caught_by="test_a_loaded_trainer_is_one_of_its_own",
+        says="not copies of them",
+        edits=(
+            (
+                "            master.copy_(value)\n            weight",
+                "            master.data = value.data\n            weight",
+            ),
+        ),
+    ),
+    Wrong(
+        name="saves_state_without_groups",
+        belief="The optimizer's state is its tensors.",
+        caught_by="test_a_loaded_trainer_is_one_of_its_own",
+        says="not its groups",
+        edits=(
+            (
+                '"optimizer": self.optimizer.state_dict()}\n',
+                '"optimizer": {"state": self.optimizer.state_dict()["state"]}}\n',
+            ),
+            (
+                'self.optimizer.load_state_dict(state_dict["optimizer"])\n',
+                'self.optimizer.load_state_dict({**self.optimizer.state_dict(), **state_dict["optimizer"]})\n',
+            ),
+        ),
     ),
 ]

@@ -507,4 +507,199 @@ WRONG = [
             ),
         ),
     ),
+    # What a reader of the specs found that they accepted.
+    Wrong(
+        name="data_ptr_of_tensor",
+        belief="data_ptr() tells one piece of memory from another.",
+        caught_by="test_knows_a_storage_by_itself_not_by_where_a_view_starts",
+        says="where a view starts",
+        edits=(
+            (
+                "            if storage._cdata not in seen:\n                seen.add(storage._cdata)",
+                "            if value.data_ptr() not in seen:\n                seen.add(value.data_ptr())",
+            ),
+        ),
+    ),
+    Wrong(
+        name="data_ptr_of_storage",
+        belief="A storage is known by its address.",
+        caught_by="test_knows_a_storage_by_itself_not_by_where_a_view_starts",
+        says="meta",
+        edits=(
+            (
+                "            if storage._cdata not in seen:\n                seen.add(storage._cdata)",
+                "            if storage.data_ptr() not in seen:\n                seen.add(storage.data_ptr())",
+            ),
+        ),
+    ),
+    Wrong(
+        name="optimizer_afresh",
+        belief="Optimizer state is never a gradient.",
+        caught_by="test_counts_state_that_is_a_gradient_once_and_no_hyperparameters",
+        says="a count of its own",
+        edits=(("optimizer=_new_bytes(state, seen)", "optimizer=_new_bytes(state, set())"),),
+    ),
+    Wrong(
+        name="optimizer_state_dict_leaves",
+        belief="state_dict() is the state.",
+        caught_by="test_counts_state_that_is_a_gradient_once_and_no_hyperparameters",
+        says="param_groups are counted",
+        edits=(
+            ("tree_leaves(list(optimizer.state.values()))", "tree_leaves(optimizer.state_dict())"),
+        ),
+    ),
+    Wrong(
+        name="model_filtered_before_forward",
+        belief="Weights are saved from where they start.",
+        caught_by="test_knows_a_storage_by_itself_not_by_an_address_in_it",
+        says="where a view starts",
+        edits=(
+            (
+                "    with saved_tensors_hooks(pack, lambda box: box.tensor):\n",
+                "    known = {p.data_ptr() for p in [*model.parameters(), *model.buffers()]}\n    with saved_tensors_hooks(pack, lambda box: box.tensor):\n",
+            ),
+            ("    _new_bytes([*model.parameters(), *model.buffers()], state)\n", ""),
+            (
+                "[box.tensor for box in boxes]",
+                "[box.tensor for box in boxes if box.tensor.data_ptr() not in known]",
+            ),
+        ),
+    ),
+    Wrong(
+        name="weakref_to_storage",
+        belief="A storage that lives is held by the graph.",
+        caught_by="test_does_not_count_what_lives_for_another_reason",
+        says="ask",
+        edits=(
+            ("    boxes: weakref.WeakSet[_Box] = weakref.WeakSet()\n", "    refs = []\n"),
+            (
+                "        box = _Box(tensor.detach())\n        boxes.add(box)\n        return box\n",
+                "        refs.append(weakref.ref(tensor.untyped_storage()))\n        return _Box(tensor.detach())\n",
+            ),
+            (
+                "    total = _new_bytes([box.tensor for box in boxes], state)\n",
+                "    alive = {s._cdata: s.nbytes() for s in (r() for r in refs) if s is not None}\n    total = sum(n for k, n in alive.items() if k not in state)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="existing_view_elements",
+        belief="A view is as large as its elements.",
+        caught_by="test_the_peak_is_never_below_the_baseline",
+        says="elements of a view",
+        edits=(
+            (
+                "key, size = storage._cdata, storage.nbytes()",
+                "key, size = storage._cdata, value.nbytes",
+            ),
+        ),
+    ),
+    Wrong(
+        name="peak_from_operations_only",
+        belief="The peak is the highest after an operation.",
+        caught_by="test_the_peak_is_never_below_the_baseline",
+        says="operations only",
+        edits=(
+            (
+                "    counter.add(existing)\n    baseline = counter.live\n",
+                "    counter.add(existing)\n    baseline = counter.live\n    counter.peak = 0\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="trainable_truthy",
+        belief="0 adapters are no adapters given.",
+        caught_by="test_nought_is_a_count_and_half_bytes_are_exact",
+        says="trainable",
+        raises=ValueError,
+        edits=(("if (trainable is not None) != recipe", "if bool(trainable) != recipe"),),
+    ),
+    Wrong(
+        name="refuses_zero_params",
+        belief="A model has parameters.",
+        caught_by="test_nought_is_a_count_and_half_bytes_are_exact",
+        says="negative",
+        raises=ValueError,
+        edits=(("        if count < 0:\n", "        if count < (name != 'zero_stage'):\n"),),
+    ),
+    Wrong(
+        name="trainable_type_unchecked",
+        belief="Only the main count needs a type.",
+        caught_by="test_refuses_bad_input[half_adapters]",
+        says="not checked",
+        edits=(
+            (
+                '    if trainable is not None:\n        counts["trainable"] = trainable\n',
+                '    if trainable is not None and trainable < 0:\n        raise ValueError(f"trainable is {trainable}")\n',
+            ),
+        ),
+    ),
+    Wrong(
+        name="stage_type_unchecked",
+        belief="1.0 in (0, 1, 2, 3) is True, so it is a stage.",
+        caught_by="test_refuses_bad_input[float_stage]",
+        says="not checked",
+        edits=(
+            (
+                'counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}',
+                'counts = {"n_params": n_params, "ranks": ranks}\n    if zero_stage not in (0, 1, 2, 3):\n        raise ValueError(f"zero_stage must be 0 to 3, not {zero_stage}")',
+            ),
+        ),
+    ),
+    Wrong(
+        name="bool_checked_for_params_only",
+        belief="Nobody passes True for a number of ranks.",
+        caught_by="test_refuses_bad_input[bool_ranks]",
+        says="not checked",
+        edits=(("or isinstance(count, bool)", "or count is True and name == 'n_params'"),),
+    ),
+    Wrong(
+        name="four_bit_not_divided",
+        belief="Quantised weights are too small to shard.",
+        caught_by="test_nought_is_a_count_and_half_bytes_are_exact",
+        says="4-bit shard",
+        edits=(
+            (
+                "    total = weights * (shard if zero_stage >= 3 else count)\n",
+                "    total = weights * (shard if zero_stage >= 3 and weights > 4 else count)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="half_byte_down_at_stage3",
+        belief="Half a byte more or less does not matter.",
+        caught_by="test_nought_is_a_count_and_half_bytes_are_exact",
+        says="4-bit shard",
+        edits=(
+            (
+                "    total = weights * (shard if zero_stage >= 3 else count)\n",
+                "    total = weights * (shard if zero_stage >= 3 else count)\n    if zero_stage >= 3:\n        total -= total % 8\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="half_byte_float_product",
+        belief="0.5 is exact, so its product is.",
+        caught_by="test_nought_is_a_count_and_half_bytes_are_exact",
+        says="floats round",
+        edits=(
+            (
+                "    total = weights * (shard if zero_stage >= 3 else count)\n",
+                "    part = shard if zero_stage >= 3 else count\n    total = weights * part if weights > 4 else -(-part * 0.5 // 1) * 8\n",
+            ),
+            ("    return -(-total // 8)", "    return int(-(-total // 8))"),
+        ),
+    ),
+    Wrong(
+        name="lora_returns_float",
+        belief="501.0 bytes are 501 bytes.",
+        caught_by="test_nought_is_a_count_and_half_bytes_are_exact",
+        says="bytes of",
+        edits=(
+            (
+                "    total = _bytes_on_one_rank(n_params, _BITS[recipe], zero_stage, ranks)\n",
+                "    total = _bytes_on_one_rank(n_params, _BITS[recipe], zero_stage, ranks)\n    if trainable is not None:\n        total = float(total)\n",
+            ),
+        ),
+    ),
 ]

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from kit.ruler import bytes_of, measure
 from kit.snapshot import Snapshot
 from kit.toys import mlp
-from kit.verdict import check, check_bar, check_close, check_equal, check_raises
+from kit.verdict import check, check_bar, check_close, check_equal, check_raises, show
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
@@ -26,10 +26,10 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 
 # What is passed, and a part of the value that the message must hold.
 BAD = {
     "dtype": ({"dtype": torch.float64, "scaler": None}, "float64"),
-    "no_scaler": ({"dtype": torch.float16, "scaler": None}, "float16"),
-    "stray_scaler": ({"dtype": torch.bfloat16}, "bfloat16"),
+    "no_scaler": ({"dtype": torch.float16, "scaler": None}, ""),
+    "stray_scaler": ({"dtype": torch.bfloat16}, ""),
     "max_norm": ({"max_norm": -2.5}, "-2.5"),
-    "zero_norm": ({"max_norm": 0.0}, "0.0"),
+    "zero_norm": ({"max_norm": 0.0}, "0"),
     "nan_norm": ({"max_norm": math.nan}, "nan"),
     "triple": ({"batch": (torch.ones(2, 7), torch.ones(2, 5), torch.ones(2))}, ""),
     "empty": ({"batch": (torch.ones(0, 7), torch.ones(0, 5))}, "0"),
@@ -79,9 +79,7 @@ def check_norm(got: Tensor | float, want: Tensor, dtype: torch.dtype) -> None:
     ratio = float(got) / want.item()
     cause = "it is the norm of clipped, or not of all, gradients"
     if ratio > 2:
-        cause = (
-            f"it is {ratio:.0f} times the true norm: taken before unscale_? (the scale is 65536)"
-        )
+        cause = f"it is {ratio:.0f} times the true norm; before unscale_ it is 65536 times"
     check_close(got, want, "grad_norm, before clipping", rtol=TOLERANCE[dtype], cause=cause)
 
 
@@ -131,6 +129,13 @@ class TestPart1TrainStep:
             cause="a loss that is kept with its graph keeps the graph alive: detach it",
         )
         check_equal(result.skipped, False, "skipped", cause="a good step is told as skipped")
+        norm = result.grad_norm
+        check(
+            isinstance(norm, Tensor) and norm.dtype == torch.float32 and norm.dim() == 0,
+            expected="grad_norm as a float32 tensor without dimensions",
+            got=f"{type(norm).__name__} {getattr(norm, 'dtype', '')}",
+            cause="it is turned into a number, which waits for the device, or left in another dtype",
+        )
 
     @pytest.mark.exact
     def test_in_float32_it_is_the_plain_loop(self, answer, device):
@@ -410,6 +415,110 @@ class TestPart1TrainStep:
             when=f"for {' and '.join(words)}",
         )
         before.check_unchanged("the refused call", cause="the input is checked too late")
+
+    @pytest.mark.survives
+    def test_looks_at_every_parameter_group(self, answer, device):
+        model, batch = regression(device)
+        norm = norm_of(true_gradients(model, batch))
+        optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1} for p in model.parameters()])
+        result = answer.train_step(model, batch, mse, optimizer, dtype=torch.float32)
+        cause = "only param_groups[0] is looked at"
+        check_close(result.grad_norm, norm, "grad_norm over four groups", cause=cause)
+
+    @pytest.mark.survives
+    def test_clears_the_gradients_of_all_that_it_trains(self, answer, device):
+        """The loss may have a parameter of its own, and the optimizer holds it."""
+        model, batch = regression(device)
+        shift = nn.Parameter(torch.zeros(5, device=device))
+        shift.grad = torch.full_like(shift, 1000.0)
+        optimizer = torch.optim.SGD([*model.parameters(), shift], lr=1.0)
+        answer.train_step(
+            model, batch, lambda out, y: mse(out + shift, y), optimizer, dtype=torch.float32
+        )
+        check(
+            bool((shift.abs() < 100).all()),
+            expected="the loss's own parameter stepped without its old gradient of 1000",
+            got=show(shift),
+            cause="model.zero_grad() knows the model's parameters only",
+        )
+
+    @pytest.mark.survives
+    def test_does_not_step_a_parameter_that_got_no_gradient(self, answer, device):
+        """Weight decay and momentum move one whose old gradient is kept as zeros."""
+        model, batch = regression(device)
+        unused = nn.Parameter(torch.ones(3, device=device))
+        model.register_parameter("unused", unused)
+        unused.grad = torch.ones_like(unused)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        answer.train_step(model, batch, mse, optimizer, dtype=torch.float32)
+        cause = "zero_grad(set_to_none=False): zeros are a gradient too"
+        check_equal(unused.detach(), torch.ones_like(unused).detach(), "unused weight", cause=cause)
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_skips_nothing_without_a_scaler(self, answer, device, dtype):
+        model, (x, y) = regression(device)
+        y[0, 0] = math.inf
+        result, moves = take_step(answer, model, (x, y), dtype)
+        cause = "an infinite norm is taken for a skipped step"
+        check_equal(result.skipped, False, "skipped without a scaler", cause=cause)
+        bad = any(not move.isfinite().all() for move in moves.values())
+        check(bad, expected="the step taken, infinite as it is", got="no step", cause=cause)
+
+    @pytest.mark.survives
+    def test_a_step_of_length_zero_is_not_skipped(self, answer, device):
+        """A warm-up starts at learning rate 0; the schedule must get away from it."""
+        model, batch = regression(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = GradScaler(device.type, init_scale=4.0)
+        result = answer.train_step(model, batch, mse, optimizer, scaler, dtype=torch.float16)
+        cause = "skipping is told from weights that did not move"
+        check_equal(result.skipped, False, "skipped at learning rate 0", cause=cause)
+
+    @pytest.mark.survives
+    def test_leaves_the_inputs_in_float32(self, answer, device):
+        """Inputs of 2**20 are infinite in float16; the model brings them down by itself."""
+
+        class Small(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * 2.0**-20
+
+        model, (x, y) = regression(device)
+        model.insert(0, Small())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler(device.type, init_scale=4.0)
+        result = answer.train_step(
+            model, (x * 2.0**20, y), mse, optimizer, scaler, dtype=torch.float16
+        )
+        cause = "inputs are cast by hand; autocast casts where it is safe"
+        check_equal(result.skipped, False, "skipped on inputs of 2**20", cause=cause)
+
+    @pytest.mark.survives
+    def test_an_error_in_the_model_leaves_autocast_off(self, answer, device):
+        model, (x, y) = regression(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        check_raises(
+            lambda: answer.train_step(model, (x[:, :4], y), mse, optimizer, dtype=torch.bfloat16),
+            RuntimeError,
+            when="from the model, for inputs of a wrong width",
+        )
+        cause = "autocast is entered and left by hand"
+        on = torch.is_autocast_enabled(device.type)
+        check_equal(on, False, "autocast after the error", cause=cause)
+
+    @pytest.mark.survives
+    def test_takes_a_list_for_a_pair_and_a_loss_in_16_bits(self, answer, device):
+        """DataLoader gives lists; a loss may end in a matrix product, which autocast narrows."""
+        model, batch = regression(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        ones = torch.ones(1, 55, device=device)
+
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return (ones @ (output - target).square().view(55, 1)).sum() / 55
+
+        result = answer.train_step(model, list(batch), loss_fn, optimizer, dtype=torch.bfloat16)
+        cause = "the loss is returned in the dtype that it came in"
+        check_equal(result.loss.dtype, torch.float32, "dtype of the loss", cause=cause)
 
 
 def _grads(model: nn.Module) -> list[Tensor]:

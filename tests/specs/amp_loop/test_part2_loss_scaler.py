@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from kit.ruler import measure
 from kit.snapshot import Snapshot
 from kit.toys import mlp
-from kit.verdict import check_bar, check_close, check_equal, check_raises
+from kit.verdict import check, check_bar, check_close, check_equal, check_raises
 
 GOOD, BAD = 0.75, math.inf
 
@@ -262,22 +262,25 @@ class TestPart2LossScaler:
     @pytest.mark.parametrize(
         ("options", "value"),
         [
-            pytest.param({"init_scale": 0.0}, "0.0", id="zero_scale"),
-            pytest.param({"init_scale": -4.0}, "-4.0", id="negative_scale"),
+            pytest.param({"init_scale": 0.0}, "0", id="zero_scale"),
+            pytest.param({"init_scale": -4.0}, "-4", id="negative_scale"),
             pytest.param({"init_scale": float("inf")}, "inf", id="infinite_scale"),
-            pytest.param({"growth_factor": 1.0}, "1.0", id="growth_of_1"),
+            pytest.param({"growth_factor": 1.0}, "1", id="growth_of_1"),
             pytest.param({"growth_factor": 0.5}, "0.5", id="growth_below_1"),
-            pytest.param({"backoff_factor": 1.0}, "1.0", id="backoff_of_1"),
-            pytest.param({"backoff_factor": 0.0}, "0.0", id="backoff_of_0"),
+            pytest.param({"backoff_factor": 1.0}, "1", id="backoff_of_1"),
+            pytest.param({"backoff_factor": 0.0}, "0", id="backoff_of_0"),
             pytest.param({"backoff_factor": -0.5}, "-0.5", id="negative_backoff"),
             pytest.param({"growth_interval": 0}, "0", id="no_interval"),
+            pytest.param({"init_scale": math.nan}, "nan", id="nan_scale"),
+            pytest.param({"growth_factor": math.nan}, "nan", id="nan_growth"),
+            pytest.param({"backoff_factor": math.nan}, "nan", id="nan_backoff"),
         ],
     )
     def test_refuses_bad_options(self, answer, options, value):
         check_raises(
             lambda: answer.LossScaler(**options),
             ValueError,
-            mentions=[*options, value],
+            mentions=[value],
             when=f"for LossScaler({next(iter(options))}={value})",
         )
 
@@ -307,6 +310,72 @@ class TestPart2LossScaler:
         check_equal(got_told, true_told, "(skipped, scale) after each step", cause=cause)
         for mine, theirs in zip(got, true, strict=True):
             check_equal(mine, theirs, "weights after five steps", cause=cause)
+
+    @pytest.mark.survives
+    def test_unscales_every_parameter_group(self, answer, device):
+        params = weights(3, 3, device=device)
+        optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
+        scaler = answer.LossScaler(init_scale=8.0)
+        give_gradients(params, 8.0)
+        scaler.step(optimizer)
+        moved = [p.detach()[0].item() for p in params]
+        cause = "only param_groups[0] is unscaled"
+        check_equal(moved, [1 - GOOD, 1 - GOOD], "weights of two groups", cause=cause)
+
+    @pytest.mark.survives
+    def test_counts_updates_and_falls_once_for_all_optimizers(self, answer, device):
+        """Two optimizers, growth after two updates: good, good, both overflow."""
+        params = weights(3, 3, device=device)
+        optimizers = [torch.optim.SGD([p], lr=0.0) for p in params]
+        scaler = answer.LossScaler(init_scale=8.0, growth_interval=2)
+        scales = []
+        for value in (GOOD, GOOD, BAD):
+            give_gradients(params, scaler.get_scale(), value)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        cause = "steps or optimizers are counted, not updates"
+        check_equal(scales, [8.0, 16.0, 8.0], "scales", cause=cause)
+
+    @pytest.mark.survives
+    def test_an_overflow_counts_without_a_step(self, answer, device):
+        """unscale_ found it, the caller decided not to step, and update must know."""
+        params = weights(3, device=device)
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        scaler = answer.LossScaler(init_scale=8.0)
+        give_gradients(params, 8.0, BAD)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        check_equal(scaler.get_scale(), 4.0, "scale", cause="update() asks who has stepped")
+
+    @pytest.mark.survives
+    def test_huge_but_finite_gradients_are_no_overflow(self, answer, device):
+        """Four times 3e38 is above float32's largest; each of them is not."""
+        params = weights(4, device=device)
+        optimizer = torch.optim.SGD(params, lr=2.0**-125)
+        scaler = answer.LossScaler(init_scale=2.0)
+        give_gradients(params, 1.0, 3e38)
+        scaler.step(optimizer)
+        scaler.update()
+        cause = "the sum or the norm of a gradient is looked at, not its elements"
+        check_equal(scaler.get_scale(), 2.0, "scale", cause=cause)
+
+    @pytest.mark.survives
+    def test_takes_float64_gradients(self, answer, device):
+        params = [nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))]
+        scaler = answer.LossScaler(init_scale=8.0)
+        give_gradients(params, 8.0)
+        scaler.step(torch.optim.SGD(params, lr=1.0))
+        cause = "everything but float32 is refused"
+        check_equal(params[0].detach()[0].item(), 1 - GOOD, "float64 weight", cause=cause)
+
+    @pytest.mark.survives
+    def test_its_state_is_plain_numbers(self, answer):
+        state = answer.LossScaler().state_dict()
+        kinds = {type(value).__name__ for value in state.values()}
+        cause = "a tensor in the state changes with the scaler after the save"
+        check(kinds <= {"int", "float"}, expected="ints and floats", got=kinds, cause=cause)
 
 
 def _mse(output: Tensor, target: Tensor) -> Tensor:

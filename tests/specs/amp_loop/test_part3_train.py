@@ -260,13 +260,94 @@ class TestPart3Train:
         )
         before.check_unchanged("the refused load", cause="the parts are checked too late")
 
+    @pytest.mark.survives
+    def test_hands_max_norm_on(self, answer, device):
+        model = mlp(6, 2, device=device)
+        before = model[0].weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        answer.train(model, batches(1, device), mse, optimizer, dtype=torch.float32, max_norm=0.001)
+        moved = (model[0].weight.detach() - before).norm().item()
+        cause = "train() takes max_norm and does not hand it on"
+        check(moved < 0.002, expected="a step no longer than 0.001", got=moved, cause=cause)
+
+    @pytest.mark.survives
+    def test_the_scheduler_advances_without_a_scaler_too(self, answer, device):
+        """Three steps, and two parameters: the rate halves three times."""
+        model = mlp(6, 2, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        answer.train(
+            model, batches(3, device), mse, optimizer, None, scheduler, dtype=torch.float32
+        )
+        cause = "the scheduler waits for a scaler, or counts something else than steps"
+        check_close(scheduler.get_last_lr()[0], 0.5**4, "learning rate", cause=cause)
+
+    @pytest.mark.survives
+    def test_stops_at_a_bad_batch_and_keeps_the_steps_before_it(self, answer, device):
+        model, twin = (mlp(6, 2, device=device) for _ in range(2))
+        twin.load_state_dict(model.state_dict())
+        good, empty = batches(1, device)[0], (torch.ones(0, 6), torch.ones(0, 2))
+        answer.train(twin, [good], mse, torch.optim.SGD(twin.parameters()), dtype=torch.float32)
+        check_raises(
+            lambda: answer.train(
+                model,
+                [good, empty, good],
+                mse,
+                torch.optim.SGD(model.parameters()),
+                dtype=torch.float32,
+            ),
+            ValueError,
+            when="for an empty second batch",
+        )
+        cause = "bad batches are passed over, or looked for before the first step"
+        got, want = model[0].weight.detach(), twin[0].weight.detach()
+        check_equal(got, want, "weights after the one good step", cause=cause)
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize("error", [OSError, RuntimeError, KeyboardInterrupt])
+    def test_a_failed_first_save_leaves_nothing(self, answer, device, tmp_path, error):
+        """A full disk, torch's own writer, Ctrl-C; and a path given as a string."""
+        run, path = Run(torch.float32, device), str(tmp_path / "run.pt")
+        run.model.register_buffer("breaks", Unsavable(torch.zeros(5, device=device)))
+        Unsavable.error = error
+        try:
+            answer.save_checkpoint(path, *run.parts)
+        except NotImplementedError:
+            raise
+        except error:
+            pass
+        finally:
+            Unsavable.error = OSError
+        files = [file.name for file in tmp_path.iterdir()]
+        cause = "half a file is left, which looks like a checkpoint or like litter"
+        check_equal(files, [], f"files after {error.__name__} in the first save", cause=cause)
+
+    @pytest.mark.survives
+    def test_a_refused_load_changes_nothing(self, answer, device, tmp_path):
+        run, path = Run(torch.float16, device), str(tmp_path / "run.pt")
+        run.train(answer, batches(2, device))
+        answer.save_checkpoint(path, *run.parts)
+        other = Run(torch.float16, device)
+        scale, random = other.scaler.state_dict(), torch.get_rng_state()
+        check_raises(
+            lambda: answer.load_checkpoint(path, other.model, other.optimizer, other.scaler),
+            ValueError,
+            mentions=["scheduler"],
+            when="for a checkpoint with a scheduler, and none given",
+        )
+        cause = "parts are loaded while others are still to be checked"
+        check_equal(other.scaler.state_dict(), scale, "scaler after the refused load", cause=cause)
+        check_equal(torch.get_rng_state(), random, "random state after it", cause=cause)
+
 
 class Unsavable(torch.Tensor):
     """A tensor whose pickling fails, when part of the file has been written."""
+
+    error: type[BaseException] = OSError
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Unsavable:
         return torch.Tensor._make_subclass(cls, data)
 
     def __reduce_ex__(self, protocol: object) -> object:
-        raise OSError("no space left on device")
+        raise self.error("no space left on device")

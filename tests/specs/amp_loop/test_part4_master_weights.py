@@ -197,14 +197,13 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives
     @pytest.mark.parametrize(
-        "bad", ["float32", "no_trainable", "no_scale", "negative", "infinite", "count"]
+        "bad", ["float32", "no_trainable", "no_scale", "negative", "infinite", "nan"]
     )
     def test_refuses_bad_input(self, answer, device, bad):
         model = layer(device)
         trainer = answer.MasterWeights(model, sgd)
         give_gradients(model, 1.0)
         weight = model.weight.detach().clone()
-        state = trainer.state_dict() | {"masters": [trainer.masters[0].detach() + 1]}
         call, words, when = {
             "float32": (
                 lambda: answer.MasterWeights(mlp(5, 3, device=device), sgd),
@@ -212,11 +211,80 @@ class TestPart4MasterWeights:
                 "for a float32 model",
             ),
             "no_trainable": (lambda: answer.MasterWeights(nn.ReLU(), sgd), [], "for a ReLU"),
-            "no_scale": (lambda: trainer.step(loss_scale=0.0), ["0.0"], "for loss_scale=0.0"),
-            "negative": (lambda: trainer.step(loss_scale=-8.0), ["-8.0"], "for loss_scale=-8.0"),
+            "no_scale": (lambda: trainer.step(loss_scale=0.0), ["0"], "for loss_scale=0.0"),
+            "negative": (lambda: trainer.step(loss_scale=-8.0), ["-8"], "for loss_scale=-8.0"),
             "infinite": (lambda: trainer.step(float("inf")), ["inf"], "for loss_scale=inf"),
-            "count": (lambda: trainer.load_state_dict(state), ["1", "2"], "for 1 master of 2"),
+            "nan": (lambda: trainer.step(math.nan), ["nan"], "for loss_scale=nan"),
         }[bad]
         check_raises(call, ValueError, mentions=words, when=when)
         cause = "the input is checked too late"
         check_close(model.weight.float(), weight.float(), "weight", cause=cause)
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize("count", [1, 4], ids=["too_few", "too_many"])
+    def test_a_state_with_another_number_of_masters_changes_nothing(self, answer, device, count):
+        trainer = answer.MasterWeights(layer(device), sgd)
+        before = [master.detach().clone() for master in trainer.masters]
+        masters = [torch.zeros_like(before[0]) for _ in range(count)]
+        check_raises(
+            lambda: trainer.load_state_dict(trainer.state_dict() | {"masters": masters}),
+            ValueError,
+            mentions=[count, 2],
+            when=f"for {count} masters where there are 2",
+        )
+        same = all(a.equal(b) for a, b in zip(before, trainer.masters, strict=True))
+        cause = "the number is checked too late, or by zip(strict=True) on the way"
+        check(same, expected="masters as before the refused load", got="others", cause=cause)
+
+    @pytest.mark.survives
+    def test_looks_at_the_dtype_of_every_trainable_parameter_and_of_no_other(self, answer, device):
+        model = nn.Sequential(layer(device), nn.LayerNorm(3, device=device))
+        check_raises(
+            lambda: answer.MasterWeights(model, sgd),
+            ValueError,
+            mentions=["1.weight", "float32"],
+            when="for a float32 LayerNorm",
+        )
+        model[1].requires_grad_(False)
+        cause = "frozen parameters may have any dtype"
+        check_equal(len(answer.MasterWeights(model, sgd).masters), 2, "masters", cause=cause)
+
+    @pytest.mark.survives
+    def test_float32_gradients_go_after_an_overflow_too(self, answer, device):
+        """Kept, the old infinity would stop the next step of a weight that has no gradient."""
+        model = layer(device)
+        trainer = answer.MasterWeights(model, torch.optim.Adam)
+        give_gradients(model, math.inf)
+        trainer.step()
+        trainer.zero_grad()
+        cause = "step() returns early and leaves the masters' gradients"
+        grads = [master.grad for master in trainer.masters]
+        check_equal(grads, [None, None], "gradients of the masters", cause=cause)
+        model.weight.grad = torch.ones_like(model.weight)
+        check_equal(trainer.step(), True, "the next step, without a bias gradient", cause=cause)
+
+    @pytest.mark.survives
+    def test_huge_but_finite_gradients_are_a_step(self, answer, device):
+        model = layer(device)
+        trainer = answer.MasterWeights(model, lambda params: sgd(params, lr=1e-38))
+        give_gradients(model, 3e38)
+        cause = "the sum or the norm of a gradient is looked at, not its elements"
+        check_equal(trainer.step(), True, "step() with gradients of 3e38", cause=cause)
+
+    @pytest.mark.survives
+    def test_a_loaded_trainer_is_one_of_its_own(self, answer, device):
+        """Its steps do not move the masters that were saved; the learning rate came along."""
+        one, other = layer(device), layer(device)
+        saved = answer.MasterWeights(one, sgd)
+        saved.optimizer.param_groups[0]["lr"] = 0.25
+        loaded = answer.MasterWeights(other, sgd)
+        loaded.load_state_dict(saved.state_dict())
+        before = [master.detach().clone() for master in saved.masters]
+        give_gradients(other, 1.0)
+        loaded.step()
+        same = all(a.equal(b) for a, b in zip(before, saved.masters, strict=True))
+        cause = "the loaded masters are the saved tensors, not copies of them"
+        check(same, expected="the saved masters as they were", got="they moved", cause=cause)
+        rate = loaded.optimizer.param_groups[0]["lr"]
+        cause = "only the optimizer's tensors are saved, not its groups"
+        check_equal(rate, 0.25, "learning rate of the loaded optimizer", cause=cause)

@@ -167,5 +167,33 @@ class TestPart1StateBytes:
             when=f"for {args[0] if bad == 'model' else args[1]!r} as {bad}",
         )
 
+    @pytest.mark.survives
+    def test_knows_a_storage_by_itself_not_by_where_a_view_starts(self, answer, device):
+        """Two views of one flat buffer start at two addresses; meta tensors all start at 0."""
+        model = nn.Linear(8, 4, device=device)
+        flat = torch.zeros(36, device=device)
+        model.weight.grad, model.bias.grad = flat[:32].view(4, 8), flat[32:]
+        cause = "data_ptr() of the tensor tells where a view starts, not whose memory it is"
+        got = answer.state_bytes(model).gradients
+        check_equal(got, 144, "bytes of two gradients in one flat buffer", cause=cause)
+        cause = "data_ptr() is 0 for every meta tensor"
+        got = answer.state_bytes(nn.Linear(8, 4, device="meta")).parameters
+        check_equal(got, 144, "bytes of parameters on the meta device", cause=cause)
+
+    @pytest.mark.survives
+    def test_counts_state_that_is_a_gradient_once_and_no_hyperparameters(self, answer, device):
+        model = nn.Linear(8, 4, bias=False, device=device)
+        optimizer = History(model.parameters())
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.state[model.weight] = {"last": model.weight.grad, "own": torch.zeros(3)}
+        cause = "the optimizer's state starts a count of its own"
+        got = tuple(answer.state_bytes(model, optimizer))
+        check_equal(got, (128, 128, 0, 12), "state that holds the gradient itself", cause=cause)
+        rate = torch.tensor(0.1)
+        adam = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+        cause = "param_groups are counted, where optimizer.state is asked for"
+        got = answer.state_bytes(nn.ReLU(), adam).optimizer
+        check_equal(got, 0, "optimizer bytes with a tensor as learning rate", cause=cause)
+
 
 _guess = "the state is guessed from the optimizer's kind, or its small tensors are left out"

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -201,3 +202,28 @@ class TestPart2SavedBytes:
             mentions=["Tensor" if bad == "forward" else "list"],
             when=f"for a {type(args[bad == 'model']).__name__} as {bad}",
         )
+
+    @pytest.mark.survives
+    def test_knows_a_storage_by_itself_not_by_an_address_in_it(self, answer, device):
+        """Halves of one weight, halves of one table: each half starts at an address of its own."""
+        model = nn.Linear(6, 8, bias=False, device=device)
+        x = torch.randn(5, 6, device=device, requires_grad=True)
+        table = torch.randn(16, device=device)
+        scale = torch.randn(8, device=device, requires_grad=True)
+        got = answer.saved_bytes(lambda: [F.linear(x, w) for w in model.weight.chunk(2)], model)
+        cause = "data_ptr() of the tensor tells where a view starts, not whose memory it is"
+        check_equal(got, 4 * 30, "saved bytes of x, with a weight in two halves", cause=cause)
+        got = answer.saved_bytes(lambda: [scale * table[:8], scale * table[8:]], nn.Module())
+        check_equal(got, 4 * 16, "saved bytes of a table in two halves", cause=cause)
+
+    @pytest.mark.survives
+    def test_does_not_count_what_lives_for_another_reason(self, answer, device):
+        """x itself was saved by a graph that is gone; x lives on, but no graph holds it."""
+        x = torch.randn(64, device=device, requires_grad=True)
+
+        def forward() -> Tensor:
+            x.square().sum().item()
+            return x.tanh()
+
+        cause = "storages are asked whether they live, not whether the graph holds them"
+        check_equal(answer.saved_bytes(forward, nn.Module()), 4 * 64, "saved bytes", cause=cause)

@@ -263,6 +263,24 @@ class TestPart3PeakMemory:
         cause = "reset_peak_memory_stats is not called before the step"
         check_equal(got.peak - got.baseline, 4 * KIB, "peak - baseline", cause=cause)
 
+    @pytest.mark.survives
+    def test_the_peak_is_never_below_the_baseline(self, answer):
+        """A step that only frees peaks at its start; a view stands for all of its storage."""
+        held = [torch.zeros(1024)]
+        got = tuple(answer.peak_memory(held.clear, "cpu", iter([held[0]])))
+        cause = "the peak is that of operations only"
+        check_equal(got, (4 * KIB, 4 * KIB, -4 * KIB), "a step that only frees", cause=cause)
+        view = torch.zeros(10, 128)[2:]
+        got = tuple(answer.peak_memory(lambda: None, "cpu", [view]))
+        cause = "the elements of a view are counted, not its storage"
+        check_equal(got, (5 * KIB, 5 * KIB, 0), "a step with an existing view", cause=cause)
+
+    @pytest.mark.survives
+    def test_memory_of_another_device_does_not_count(self, answer):
+        got = answer.peak_memory(lambda: torch.empty(10**6, device="meta"), "cpu")
+        cause = "meta tensors have a size and no memory"
+        check_equal(got.peak, 0, "peak of a step on the meta device", cause=cause)
+
 
 _transient = "memory is read when the step is over, so a temporary is missed"
 _backward = "the count ends with the forward pass, or the mode is left before backward"

@@ -135,7 +135,14 @@ class TestPart4TrainingBytes:
             pytest.param((10, "adam"), {"zero_stage": 4}, ValueError, "4", id="stage_4"),
             pytest.param((10, "adam"), {"zero_stage": -1}, ValueError, "-1", id="stage_below_0"),
             pytest.param((10, "adam"), {"trainable": 77}, ValueError, "77", id="stray_adapters"),
-            pytest.param((10, "lora_16bit"), {}, ValueError, "lora_16bit", id="no_adapters"),
+            pytest.param((10, "lora_16bit"), {}, ValueError, "", id="no_adapters"),
+            pytest.param((10, "adam"), {"trainable": 0}, ValueError, "", id="stray_zero"),
+            pytest.param(
+                (10, "lora_4bit"), {"trainable": 2.5}, TypeError, "2.5", id="half_adapters"
+            ),
+            pytest.param((10, "adam"), {"ranks": True}, TypeError, "True", id="bool_ranks"),
+            pytest.param((10, "adam"), {"zero_stage": 1.0}, TypeError, "1.0", id="float_stage"),
+            pytest.param((10, "adam"), {"zero_stage": True}, TypeError, "True", id="bool_stage"),
             pytest.param(
                 (10, "lora_4bit"), {"trainable": -3}, ValueError, "-3", id="negative_adapters"
             ),
@@ -146,6 +153,20 @@ class TestPart4TrainingBytes:
         check_raises(
             lambda: answer.training_bytes(*args, **options),
             error,
-            mentions=[value],
+            mentions=[value] if value else [],
             when=f"for training_bytes({words})",
         )
+
+    @pytest.mark.survives
+    def test_nought_is_a_count_and_half_bytes_are_exact(self, answer):
+        cases = {
+            (0, "adam"): ({}, 0),
+            (100, "lora_16bit"): ({"trainable": 0}, 200),
+            (1001, "lora_4bit"): ({"trainable": 30, "zero_stage": 3, "ranks": 4}, 126 + 128),
+            (10**17 + 1, "lora_4bit"): ({"trainable": 0}, 5 * 10**16 + 1),
+            (1000, "lora_16bit"): ({"trainable": 30, "zero_stage": 2, "ranks": 4}, 2000 + 216),
+        }
+        cause = "0 is taken for nothing given, a 4-bit shard is kept whole, or floats round"
+        for args, (options, want) in cases.items():
+            got = answer.training_bytes(*args, **options)
+            check_equal(got, want, f"bytes of {args}, {options}", cause=cause)
