@@ -13,8 +13,14 @@ def clean_slate() -> None:
         _pop_mode()
     while _hooks_in_force():
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    for device in ("cpu", "cuda"):
+    for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
         torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(True)
+    # An autocast that was entered and never left would keep its cache, and every later one too.
+    depth = torch.autocast_increment_nesting()
+    while depth > 0:
+        depth = torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

@@ -426,6 +426,13 @@ WRONG = [
         edits=(('    if device.type == "cpu":\n', '    if device.type != "cuda":\n'),),
     ),
     Wrong(
+        name="meta_tensors_are_memory",
+        belief="A tensor has nbytes, so it takes them.",
+        caught_by="test_memory_of_another_device_does_not_count",
+        says="a size and no memory",
+        edits=((" and value.is_cpu:", ":"),),
+    ),
+    Wrong(
         name="no_reset_of_the_cuda_peak",
         belief="max_memory_allocated is the peak of what I am looking at.",
         caught_by="test_does_not_report_a_peak_from_before_the_step",

@@ -134,7 +134,7 @@ class TestPart1TrainStep:
             isinstance(norm, Tensor) and norm.dtype == torch.float32 and norm.dim() == 0,
             expected="grad_norm as a float32 tensor without dimensions",
             got=f"{type(norm).__name__} {getattr(norm, 'dtype', '')}",
-            cause="it is turned into a number, which waits for the device, or left in another dtype",
+            cause="it is turned into a number, which waits for the device, or another dtype",
         )
 
     @pytest.mark.exact

@@ -1,0 +1,51 @@
+"""An answer that leaves everything on must not disturb the spec after it."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from kit.hygiene import clean_slate
+from kit.ruler import measure
+
+
+class Passive(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_clean_slate_after_an_answer_that_left_everything_on() -> None:
+    for left_on in (
+        saved_tensors_hooks(lambda t: t, lambda t: t),
+        saved_tensors_hooks(lambda t: t, lambda t: t),
+        Passive(),
+        torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+        torch.autocast("cpu", dtype=torch.float16),
+    ):
+        left_on.__enter__()
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+
+    clean_slate()
+
+    assert not _get_current_dispatch_mode_stack()
+    with disable_saved_tensors_hooks("a hook is still in force"):
+        pass
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_weights_that_autocast_has_cached_are_freed_after_an_autocast_was_left_on() -> None:
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    clean_slate()
+    model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x)
+
+    assert measure(step, known=[model, x]).retained == 0
