@@ -146,16 +146,16 @@ def _is_importing(error: BaseException, item: pytest.Item) -> bool:
 
 
 def _specs(items: list[pytest.Item]) -> list[Spec]:
-    parts: list[Any] = []
+    parts: list[str] = []  # by title: the specs of one part may stand in several files
     specs = []
     for item in items:
         part = getattr(item, "cls", None)
-        if part not in parts:
-            parts.append(part)
+        if _title(part) not in parts:
+            parts.append(_title(part))
         specs.append(
             Spec(
                 id=item.nodeid,
-                part=parts.index(part) + 1,
+                part=parts.index(_title(part)) + 1,
                 title=_title(part),
                 subject=getattr(part, "subject", ""),
                 group=next((group for group in GROUPS if item.get_closest_marker(group)), ""),

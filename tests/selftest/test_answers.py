@@ -19,13 +19,17 @@ KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 
 
 def _parts(kata: Kata) -> list[tuple[Path, ast.ClassDef]]:
-    """The classes of the specs in the order of the files."""
-    found = []
+    """The classes of the specs in the order of the files; those of one title are one part."""
+    found: dict[str, tuple[Path, ast.ClassDef]] = {}
     for path in sorted(kata.specs.glob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-        found += [(path, node) for node in classes if node.name.startswith("Test")]
-    return found
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+                title = (ast.get_docstring(node) or str(path)).splitlines()[0]
+                first = found.setdefault(title, (path, node))[1]
+                if first is not node:
+                    first.body += node.body
+    return list(found.values())
 
 
 def _specs(part: ast.ClassDef) -> dict[str, list[str]]:

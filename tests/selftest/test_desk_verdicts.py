@@ -214,7 +214,10 @@ def test_ctrl_c_leaves_nothing_behind():
     temporary = folder / "tmp"
     temporary.mkdir()
     command = ("desk", "kata", "tiny_mean", "--answers", str(path))
+    # A run in the background may ignore SIGINT, and its children would inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = home.start(*command, TMPDIR=str(temporary))
+    signal.signal(signal.SIGINT, before)
     _wait(lambda: note.exists() and note.read_text())
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=20)
