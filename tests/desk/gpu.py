@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from desk.judge import Job, Verdict, judge
-from desk.kata import _answer, named, next_steps, reference_job, why_no_cuda
+from desk.kata import locate, named, next_steps, reference_job, why_no_cuda
 from desk.screen import Paper, Screen, summary, title
 from kit import catalog
 from kit.stubs import is_untouched
@@ -13,7 +13,7 @@ def run(name: str | None, answers: str, limit: float) -> int:
     """Judge each kata on CUDA; where nothing is written yet, the reference answer."""
     paper = Paper()
     katas = [named(name)] if name else catalog.all_katas()
-    jobs = [Job(kata, *_answer(kata, answers), device="cuda", limit=limit) for kata in katas]
+    jobs = [Job(kata, *locate(kata, answers), device="cuda", limit=limit) for kata in katas]
     if reason := why_no_cuda():
         paper.line(reason)
         return 1

@@ -28,7 +28,7 @@ def run(name: str | None, answers: str, device: str, run_all: bool, limit: float
     """Judge the named kata, or the next unsolved one; 0 only if all that could run has passed."""
     paper = Paper()
     jobs = [
-        Job(kata, *_answer(kata, answers), device, run_all, limit) for kata in _katas(name, answers)
+        Job(kata, *locate(kata, answers), device, run_all, limit) for kata in _katas(name, answers)
     ]
     for job in jobs:
         paper.line(title(job), "bold")
@@ -135,7 +135,7 @@ _PATHS: dict[str, Callable[[Kata], Path]] = {
 }
 
 
-def _answer(kata: Kata, answers: str) -> tuple[Path, str]:
+def locate(kata: Kata, answers: str) -> tuple[Path, str]:
     """The file to judge and how the judging process is told of it."""
     if answers in _PATHS:
         return _PATHS[answers](kata), answers
