@@ -99,6 +99,7 @@ class TestPart2LossScalerTraps:
             pytest.param({"growth_factor": 1.0}, "1", id="growth_of_1"),
             pytest.param({"growth_factor": 0.5}, "0.5", id="growth_below_1"),
             pytest.param({"backoff_factor": 1.0}, "1", id="backoff_of_1"),
+            pytest.param({"backoff_factor": 1.5}, "1.5", id="backoff_above_1"),
             pytest.param({"backoff_factor": 0.0}, "0", id="backoff_of_0"),
             pytest.param({"backoff_factor": -0.5}, "-0.5", id="negative_backoff"),
             pytest.param({"growth_interval": 0}, "0", id="no_interval"),
