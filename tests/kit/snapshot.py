@@ -35,12 +35,11 @@ class Snapshot:
     def _now(self) -> dict[str, Any]:
         return {
             "weights": {k: v.detach().clone() for k, v in self.model.state_dict().items()},
-            "gradients": [None if p.grad is None else p.grad.clone() for p in self._parameters()],
+            "gradients": [
+                None if p.grad is None else p.grad.clone() for p in self.model.parameters()
+            ],
             "optimizer state": copy.deepcopy(self.optimizer.state_dict()),
         }
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
 
 
 def _same(one: Any, other: Any) -> bool:

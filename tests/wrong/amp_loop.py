@@ -277,7 +277,7 @@ WRONG = [
         name="unscale_multiplies",
         belief="Unscaling is multiplying by the scale.",
         caught_by="test_scales_the_loss_and_unscales_the_gradients",
-        says="not gradient / scale",
+        says="is not gradient / scale",
         edits=(("grad.mul_(1.0 / self._scale)", "grad.mul_(self._scale)"),),
     ),
     Wrong(

@@ -33,11 +33,3 @@ def play(scaler, device: torch.device, script: tuple[float, ...]) -> list[tuple[
         scaler.update()
         seen.append((scaler.get_scale(), torch.cat([p.detach() for p in params]).clone()))
     return seen
-
-
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def grads_of(params: list[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in params]

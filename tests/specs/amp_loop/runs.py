@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
-
-
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
+from specs.amp_loop.common import mse
 
 
 def batches(count: int, device: torch.device, overflow_at: tuple[int, ...] = ()) -> list:

@@ -9,14 +9,11 @@ from torch import Tensor, nn
 from kit.ruler import bytes_of, measure
 from kit.toys import mlp
 from kit.verdict import check, check_bar, check_close, check_equal
+from specs.amp_loop.common import DTYPES, HALVES, grads_of, mse
 from specs.amp_loop.train_step import (
-    DTYPES,
-    HALVES,
     TOLERANCE,
     Probe,
     check_norm,
-    grads_of,
-    mse,
     norm_of,
     regression,
     scaler_for,
@@ -37,7 +34,12 @@ class TestPart1TrainStep:
         want = mse(model(batch[0]), batch[1]).detach()
         result, moves = take_step(answer, model, batch, dtype)
         still = [name for name, move in moves.items() if not move.any()]
-        check(not still, expected="every weight moved", got=f"{still} did not", cause="no step")
+        check(
+            not still,
+            expected="every weight moved",
+            got=f"{still} did not",
+            cause="the optimizer does not step, or skips what it should not",
+        )
         check(
             isinstance(result.loss, Tensor) and result.loss.dtype == torch.float32,
             expected="the loss as a float32 tensor",
@@ -205,7 +207,7 @@ class TestPart1TrainStep:
                 device,
                 known=[model, optimizer, *batch],
             )
-            return bytes_of(model) + reading.retained - bytes_of(*grads_of(model))
+            return bytes_of(model) + reading.retained - bytes_of(*grads_of(model.parameters()))
 
         plain = state(reference, torch.float32)
         # A scaler holds a few scalars of 512 bytes; a 16-bit copy of the weights would be 12 %.

@@ -11,16 +11,8 @@ from torch.amp import GradScaler
 
 from kit.snapshot import Snapshot
 from kit.verdict import check, check_close, check_equal, check_raises, show
-from specs.amp_loop.train_step import (
-    BAD,
-    DTYPES,
-    TOLERANCE,
-    mse,
-    norm_of,
-    regression,
-    take_step,
-    true_gradients,
-)
+from specs.amp_loop.common import DTYPES, mse
+from specs.amp_loop.train_step import BAD, TOLERANCE, norm_of, regression, take_step, true_gradients
 
 
 class TestPart1TrainStepTraps:

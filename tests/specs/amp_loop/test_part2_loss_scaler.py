@@ -14,7 +14,8 @@ from kit.ruler import measure
 from kit.snapshot import Snapshot
 from kit.toys import mlp
 from kit.verdict import check_bar, check_close, check_equal
-from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, grads_of, play, weights
+from specs.amp_loop.common import grads_of
+from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, play, weights
 
 
 class TestPart2LossScaler:
@@ -31,11 +32,18 @@ class TestPart2LossScaler:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         loss = model(x).sum()
         scaled = scaler.scale(loss)
-        check_equal(scaled.detach(), loss.detach() * 1024, "scaled loss", cause="loss x scale")
+        check_equal(
+            scaled.detach(),
+            loss.detach() * 1024,
+            "scaled loss",
+            cause="scale() is not loss x scale",
+        )
         scaled.backward()
         scaler.unscale_(optimizer)
         for p, gradient in zip(model.parameters(), want, strict=True):
-            check_close(p.grad, gradient, "unscaled gradient", cause="not gradient / scale")
+            check_close(
+                p.grad, gradient, "unscaled gradient", cause="unscale_() is not gradient / scale"
+            )
         before = model[0].weight.detach().clone()
         scaler.step(optimizer)
         cause = "step() unscales again, or does not step"

@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from kit.snapshot import Snapshot
 from kit.toys import mlp
 from kit.verdict import check, check_equal, check_raises
-from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, mse, weights
+from specs.amp_loop.common import mse
+from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, weights
 
 
 class TestPart2LossScalerTraps:

@@ -13,7 +13,8 @@ from torch.amp import GradScaler
 from kit.ruler import measure
 from kit.toys import Block, mlp, text_batches
 from kit.verdict import check, check_bar, check_close, check_equal
-from specs.amp_loop.runs import DTYPES, Run, batches, mse
+from specs.amp_loop.common import DTYPES, mse
+from specs.amp_loop.runs import Run, batches
 
 
 class TestPart3Train:

@@ -12,7 +12,8 @@ from torch import Tensor
 from kit.snapshot import Snapshot
 from kit.toys import mlp
 from kit.verdict import check, check_close, check_equal, check_raises
-from specs.amp_loop.runs import Run, Unsavable, batches, mse
+from specs.amp_loop.common import mse
+from specs.amp_loop.runs import Run, Unsavable, batches
 
 
 class TestPart3TrainTraps:

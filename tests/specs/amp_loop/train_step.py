@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from kit.toys import mlp
 from kit.verdict import check_close
+from specs.amp_loop.common import mse
 
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
-HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 # Rounding of one 16-bit operation; sums of a few hundred products stay within four of them.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
@@ -38,10 +34,6 @@ BAD = {
 
 def scaler_for(dtype: torch.dtype, device: torch.device, **options: float) -> GradScaler | None:
     return GradScaler(device.type, **options) if dtype == torch.float16 else None
-
-
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def regression(device: torch.device) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
@@ -97,7 +89,3 @@ class Probe(nn.Module):
             lambda grad: self.backward_under_autocast.append(torch.is_autocast_enabled(device))
         )
         return x
-
-
-def grads_of(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]

@@ -51,7 +51,12 @@ class TestPart3PeakMemory:
         if device.type == "cpu":
             check_equal(got.baseline, size, "baseline", cause="`existing` is the baseline")
             nothing = tuple(answer.peak_memory(lambda: None, device))
-            check_equal(nothing, (0, 0, 0), "a step that does nothing", cause="a wrong start")
+            check_equal(
+                nothing,
+                (0, 0, 0),
+                "a step that does nothing",
+                cause="the count does not start at 0",
+            )
 
     @pytest.mark.exact
     def test_gives_back_what_is_freed(self, answer, device):
