@@ -20,6 +20,7 @@ from kit import verdict
 from kit.answers import Answer, load, sources
 from kit.catalog import find_kata
 from kit.hygiene import clean_slate
+from kit.world import World
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -114,6 +115,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "call":
         item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in verdict.bars]
         verdict.bars.clear()
+        if call.excinfo is None:
+            _launch_world(item)
     return (yield)
 
 
@@ -145,6 +148,38 @@ def _module(config: pytest.Config, answer: Answer) -> ModuleType:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the spec runs: `--device`."""
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> World:
+    """Real processes, two unless the spec is parametrized otherwise (`indirect=True`).
+
+    They serve the whole run. It is no fixture of the session, because pytest would put the specs
+    into another order for the sake of such a parameter.
+    """
+    return _world(request.config, getattr(request, "param", 2))
+
+
+_WORLDS = pytest.StashKey[dict[int, World]]()
+
+
+def _world(config: pytest.Config, size: int) -> World:
+    return config.stash.setdefault(_WORLDS, {}).setdefault(size, World(size))
+
+
+def _launch_world(item: pytest.Item) -> None:
+    """Let the processes start while other specs run: after the first pass, so not for a stub."""
+    items = item.session.items
+    for later in items[items.index(item) + 1 :]:
+        if "world" in getattr(later, "fixturenames", ()) and not later.get_closest_marker("skip"):
+            callspec = getattr(later, "callspec", None)
+            _world(item.config, callspec.params.get("world", 2) if callspec else 2).start()
+            return
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for world in config.stash.get(_WORLDS, {}).values():
+        world.close()
 
 
 @pytest.fixture(autouse=True)

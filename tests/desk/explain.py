@@ -99,6 +99,8 @@ def _is_in(frame: FrameType, path: Path) -> bool:
 
 def _function(code: CodeType) -> str:
     name = getattr(code, "co_qualname", code.co_name)  # Python 3.11 and later know the class
+    if name == "<module>":
+        name = code.co_name  # a frame that came from another process has no more
     return "" if name == "<module>" else name.replace("<locals>.", "")
 
 
@@ -188,7 +190,7 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
     else:
         where = f"{last.f_code.co_name} ({Path(last.f_code.co_filename).name})"
         cause = f"raised in {where}, which this line has called"
-    got = f"{type(error).__name__}: {error}"
+    got = _said(error)
     return Problem("error", got, "no error", cause, **here)
 
 
@@ -197,7 +199,7 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
     if isinstance(error, AssertionError):
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
-    got = f"{type(error).__name__}: {error}"
+    got = _said(error)
     where = f"{shown(Path(frame.f_code.co_filename))}:{line}"
     return Problem(
         "error",
@@ -206,3 +208,8 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
         f"the spec could not use what it was given ({where})",
         **here,
     )
+
+
+def _said(error: BaseException) -> str:
+    """Type, message and notes; of an error in another process, a note says which."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])

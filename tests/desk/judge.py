@@ -154,7 +154,7 @@ class _Run:
             self._child = subprocess.Popen(
                 _command(job, folder),
                 cwd=catalog.ROOT,
-                env=_environment(self._events),
+                env=_environment(folder),
                 stdin=subprocess.DEVNULL,
                 stdout=err,
                 stderr=err,
@@ -273,11 +273,12 @@ def _command(job: Job, folder: Path) -> list[str]:
     ]
 
 
-def _environment(events_file: Path) -> dict[str, str]:
+def _environment(folder: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
     paths = [str(catalog.ROOT / "tests"), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Only the plugins that judging needs, whatever else is installed beside them.
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    env["MEMORY_KATAS_EVENTS"] = str(events_file)
+    env["MEMORY_KATAS_EVENTS"] = str(folder / "events")
+    env["TMPDIR"] = str(folder)  # so that a process which is killed leaves nothing behind
     return env

@@ -22,6 +22,9 @@ class SpecFailure(AssertionError):
         self.expected, self.got, self.cause = expected, got, cause
         super().__init__(f"\n  expected  {expected}\n  got       {got}\n  cause     {cause}")
 
+    def __reduce__(self) -> tuple[type[SpecFailure], tuple[str, str, str]]:
+        return SpecFailure, (self.expected, self.got, self.cause)  # pickle has one argument only
+
 
 @dataclass(frozen=True)
 class Bar:

@@ -1,0 +1,263 @@
+"""The real world: gloo processes, for values under data parallelism.
+
+    first, second = world.run(answer, ranks.mean_gradients, 3)
+
+`ranks` is a module beside the specs, `mean_gradients(answer, rank, 3)` runs on every rank at once,
+and what it returns comes back in rank order. What it raises is raised here, with its own traceback.
+The processes are started once and serve every run; a run that breaks them ends them, and the next
+run has new ones from the nursery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kit import verdict
+from kit.nursery import Nursery
+from kit.parcel import dumps, loads
+from kit.rank import STACKS_SIGNAL, Clock, InStep, Prints, Ready, Report
+from kit.trouble import (
+    Dead,
+    Frame,
+    death,
+    hang,
+    is_consequence,
+    is_waiting,
+    main_stack,
+    out_of_step,
+)
+
+_START_LIMIT = 120.0  # torch may come from a cold disk
+_GRACE = 1.5  # for the other ranks, once one of them has raised or died
+_STEP_LIMIT = 3.0
+
+
+@dataclass
+class _Rank:
+    number: int
+    pipe: Connection
+    ready: Ready | None = None
+
+
+class _Idle:
+    """Which ranks have not worked for two seconds, by what they say of their processor time."""
+
+    def __init__(self) -> None:
+        self._asked = time.monotonic()
+        self._spent: dict[int, list[float]] = {}
+
+    def is_time_to_ask(self) -> bool:
+        if time.monotonic() < self._asked + 0.5:
+            return False
+        self._asked = time.monotonic()
+        return True
+
+    def note(self, rank: int, clock: Clock) -> None:
+        self._spent.setdefault(rank, []).append(clock.seconds)
+
+    def is_idle(self, rank: int) -> bool:
+        spent = self._spent.get(rank, [])[-5:]
+        return len(spent) == 5 and spent[-1] - spent[0] < 0.05
+
+
+class World:
+    """So many processes, each a rank of one gloo group."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+        self._ranks: list[_Rank] = []
+        self._nursery: Nursery | None = None
+        self._folder = Path()
+        self._generation = 0
+        self._has_met = False
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes in rank order, as far as they are ready."""
+        return [rank.ready.pid for rank in self._ranks if rank.ready]
+
+    def start(self) -> None:
+        """Launch the ranks if they are not there yet, without waiting for them."""
+        if self._ranks:
+            return
+        if self._nursery is None or not self._nursery.is_alive:
+            self.close()
+            self._folder = Path(tempfile.mkdtemp(prefix="memory-katas-world-"))
+            self._nursery, self._has_met = Nursery(self._folder), False
+        self._generation += 1
+        pipes = self._nursery.bear(self.size, f"store{self._generation}")
+        self._ranks = [_Rank(number, pipe) for number, pipe in enumerate(pipes)]
+
+    def close(self) -> None:
+        """End every process at once."""
+        self._end_ranks()
+        if self._nursery:
+            # As long as it imports torch, it hears nothing and has no ranks.
+            self._nursery.close(wait=2.0 if self._has_met else 0.0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._nursery = None
+
+    def _end_ranks(self) -> None:
+        """End the ranks; the next run has new ones."""
+        for rank in self._ranks:
+            self._reap(rank)
+            rank.pipe.close()
+        self._ranks = []
+
+    def _reap(self, rank: _Rank) -> int:
+        """Make sure that a rank is dead; its exit code. One that had ended keeps its own."""
+        if rank.ready is None or self._nursery is None:
+            return 0  # not there yet: it ends when it finds its pipe closed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.ready.pid, signal.SIGKILL)
+        return self._nursery.wait(rank.ready.pid)
+
+    def run(
+        self, answer: ModuleType, program: Callable[..., Any], *args: Any, limit: float = 10.0
+    ) -> list[Any]:
+        """Run `program(answer, rank, *args)` on every rank; results in rank order.
+
+        Arguments and results are pickled; classes and functions of the answer come through as those
+        of the other side's import of it. Raises what the program raises: of the lowest rank, unless
+        that is only the consequence of another rank's end. SpecFailure if a rank is not done within
+        `limit` seconds, if one dies, or if the ranks have made different collective calls.
+        """
+        __tracebackhide__ = True
+        data = dumps((program, args), answer)
+        try:
+            self.start()
+            self._await_ready()
+            for rank in self._ranks:
+                self._send(rank, (str(answer.__file__), data))
+            ends = self._follow(limit, may_hang=True)
+            error = self._judge(ends, answer, limit)
+        except BaseException:  # Ctrl-C, or the time limit of the spec
+            self._end_ranks()
+            raise
+        if error is not None:
+            raise error
+        return [loads(end.data, answer) for end in ends.values() if isinstance(end, Report)]
+
+    def _await_ready(self) -> None:
+        if len(self.pids) == self.size:
+            return
+        for number, end in self._follow(_START_LIMIT).items():
+            if isinstance(end, Ready):
+                self._ranks[number].ready = end
+        self._has_met = bool(self.pids)
+        if len(self.pids) < self.size:
+            logs = [path.read_text() for path in sorted(self._folder.glob("log*"))]
+            raise RuntimeError("the ranks could not be started\n" + "\n".join(logs))
+
+    def _follow(self, limit: float, *, may_hang: bool = False) -> dict[int, Any]:
+        """One message of each rank, in rank order; none of a rank that takes too long."""
+        ends: dict[int, Any] = {}
+        until = time.monotonic() + limit
+        hurried, idle = False, _Idle()
+        while len(ends) < self.size and (left := until - time.monotonic()) > 0:
+            waiting = [rank for rank in self._ranks if rank.number not in ends]
+            wait([rank.pipe for rank in waiting], min(left, 0.2))
+            for rank in waiting:
+                message = self._receive(rank)
+                if isinstance(message, Prints):
+                    getattr(sys, message.stream).write(message.text)
+                elif isinstance(message, Clock):
+                    idle.note(rank.number, message)
+                elif message is not None:
+                    ends[rank.number] = message
+                    if not hurried and _is_bad(message):
+                        hurried, until = True, min(until, time.monotonic() + _GRACE)
+            if may_hang and ends and idle.is_time_to_ask():
+                left_over = [rank for rank in waiting if rank.number not in ends]
+                if all(
+                    idle.is_idle(r.number) and is_waiting(self._ask_stack(r)) for r in left_over
+                ):
+                    break  # nobody will ever make the call that they wait for
+                for rank in left_over:
+                    self._send(rank, Clock)
+        return dict(sorted(ends.items()))
+
+    def _send(self, rank: _Rank, message: object) -> None:
+        with contextlib.suppress(OSError):  # it is dead, which `_receive` finds out
+            rank.pipe.send(message)
+
+    def _receive(self, rank: _Rank) -> Any:
+        """The next message, or None."""
+        with contextlib.suppress(EOFError, OSError):
+            return rank.pipe.recv() if rank.pipe.poll() else None
+        code, main = self._reap(rank), rank.ready.main if rank.ready else ""
+        rank.ready = None
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.Signals(-code).name}"
+        log = (self._folder / f"log{rank.number}").read_text(errors="replace")
+        return Dead(how, main_stack(self._stacks(rank), main), log)
+
+    def _judge(
+        self, ends: dict[int, Any], answer: ModuleType, limit: float
+    ) -> BaseException | None:
+        """What to raise, if anything. Afterwards the world is in step, or ended."""
+        hung = [rank for rank in self._ranks if rank.number not in ends]
+        error = self._first_error(ends, answer)
+        if error is None and hung:
+            stacks = {rank.number: self._ask_stack(rank) for rank in hung}
+            error = hang(stacks, self.size, str(answer.__file__), limit)
+        if hung or any(isinstance(end, Dead) for end in ends.values()):
+            self._end_ranks()
+            return error
+        for rank in self._ranks:
+            self._send(rank, None)
+        # Where one rank has made more calls it fails for sure, and need not be waited for.
+        even = len({end.calls for end in ends.values()}) == 1
+        steps = self._follow(_STEP_LIMIT if even else _STEP_LIMIT / 6)
+        if len(steps) == self.size and all(step == InStep(True) for step in steps.values()):
+            return error
+        self._end_ranks()
+        if error or any(isinstance(s, InStep) and s.group_is_gone for s in steps.values()):
+            return error
+        return out_of_step(ends)
+
+    def _first_error(self, ends: dict[int, Any], answer: ModuleType) -> BaseException | None:
+        errors: list[BaseException] = []
+        bars = ends[0].bars if isinstance(ends.get(0), Report) else []
+        for number, end in ends.items():
+            if isinstance(end, Dead):
+                errors.append(death(number, end))
+            elif end.failed:
+                errors.append(loads(end.data, answer))
+                bars = end.bars if len(errors) == 1 else bars
+        verdict.bars.extend(bars)
+        own = [error for error in errors if not is_consequence(error)]
+        return next(iter(own or errors), None)
+
+    def _stacks(self, rank: _Rank) -> str:
+        path = self._folder / f"stacks{rank.number}"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def _ask_stack(self, rank: _Rank) -> list[Frame]:
+        """Where the main thread is. faulthandler answers even in native code."""
+        if rank.ready is None:
+            return []
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.ready.pid, STACKS_SIGNAL)
+        text, until = "", time.monotonic() + 1.0
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            before, text = text, self._stacks(rank)
+            if text and text == before:
+                break
+        return main_stack(text, rank.ready.main)
+
+
+def _is_bad(message: object) -> bool:
+    return isinstance(message, Dead) or (isinstance(message, Report) and message.failed)

@@ -1,0 +1,347 @@
+"""The real world: values and errors come back from the ranks, whatever happens there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from desk.explain import Judged, explain
+from kit import verdict
+from kit.answers import load
+from kit.catalog import ROOT
+from kit.rank import Collective
+from kit.verdict import Bar, SpecFailure
+from kit.world import World
+from selftest import world_programs as programs
+from selftest.tiny import House, later, new_folder, result
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    world = World()
+    world.start()
+    yield world
+    pids = world.pids
+    world.close()
+    assert not any(map(_is_alive, pids))
+
+
+@pytest.fixture(scope="module")
+def bad():
+    path = new_folder() / "bad.py"
+    path.write_text(programs.ANSWER, encoding="utf-8")
+    return load(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _told(error: BaseException, answer) -> str:
+    """The line of the answer that the desk shows for the error."""
+    path = Path(answer.__file__)
+    return explain(error, Judged(path, path, "", 20.0)).source
+
+
+def test_results_come_in_rank_order_from_the_same_processes(ours, bad):
+    first, second = ours.run(bad, programs.who, 1, "two"), ours.run(bad, programs.who)
+    assert first == [(rank, pid, pid, (1, "two")) for rank, pid in enumerate(ours.pids)]
+    assert second == [(rank, pid, pid, ()) for rank, pid in enumerate(ours.pids)]
+
+
+def test_classes_of_the_answer_come_through_both_ways(ours, bad):
+    results = ours.run(bad, programs.double, bad.Pair(1, 2))
+    assert [pair for pair, _ in results] == [bad.Pair(2, 4)] * 2
+    assert all(type(pair) is bad.Pair for pair, _ in results)
+    assert [numbers.tolist() for _, numbers in results] == [[0, 0], [1, 1]]
+
+
+def test_every_run_finds_torch_as_new(ours, bad):
+    first = ours.run(bad, programs.state, True)
+    assert ours.run(bad, programs.state, False) == first
+    assert first[0] == first[1]
+    assert first[0][:2] == (True, torch.float32)
+
+
+def test_prints_come_with_their_rank(ours, bad, capsys):
+    ours.run(bad, programs.speak)
+    lines = capsys.readouterr().out.splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"rank {rank}: ")]
+        assert mine == [f"rank {rank}: {text}" for text in ("one", f"two {rank}", "no end")]
+    assert len(lines) == 6
+
+
+def test_bars_of_rank_0_count(ours, bad):
+    verdict.bars.clear()
+    ours.run(bad, programs.bar)
+    assert verdict.bars == [Bar("peak", 100, 200, None, None, "2 * 100")]
+    verdict.bars.clear()
+
+
+def test_an_error_of_one_rank_is_raised_with_its_line(ours, bad):
+    ours.run(bad, programs.who)
+    pids = ours.pids
+    with pytest.raises(ValueError, match=r"^bad 7") as caught:
+        ours.run(bad, programs.on_rank_1, "value_error", 7)
+    assert caught.value.__notes__ == ["on rank 1"]
+    problem = explain(caught.value, Judged(Path(bad.__file__), Path(), "", 20.0))
+    assert problem.got == "ValueError: bad 7\non rank 1"
+    assert problem.cause == "your code raised it at this line"
+    assert problem.source == 'raise ValueError(f"bad {rank}")'
+    assert problem.function == "value_error"
+    assert ours.pids == pids
+
+
+def test_of_two_errors_that_of_the_lower_rank_is_raised(ours, bad):
+    with pytest.raises(ValueError, match=r"^bad 0"):
+        ours.run(bad, programs.value_errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("own_error", "OwnError", "this and that"),
+        ("local_error", "Local", "of its own"),
+        ("recursion", "RecursionError", "maximum recursion depth exceeded"),
+        ("todo", "NotImplementedError", ""),
+    ],
+)
+def test_errors_of_every_shape_come_through(ours, bad, name, kind, text):
+    with pytest.raises(Exception, match=f"^{text}") as caught:
+        ours.run(bad, programs.on_rank_1, name)
+    assert type(caught.value).__name__ == kind
+    expected = {"own_error": bad.OwnError, "local_error": ValueError}.get(name, Exception)
+    assert isinstance(caught.value, expected)
+    problem = explain(caught.value, Judged(Path(bad.__file__), Path(), "", 20.0))
+    assert problem.function.endswith(name)
+    assert (problem.kind == "not written") == (name == "todo")
+
+
+def test_a_spec_failure_keeps_its_three_texts_and_names_the_rank(ours, bad):
+    with pytest.raises(SpecFailure) as caught:
+        ours.run(bad, programs.spec_failure)
+    error = caught.value
+    assert (error.expected, error.got, error.cause) == ("two", "on rank 1: three", "miscounted")
+
+
+def test_collectives_are_counted(ours, bad):
+    first, second = ours.run(bad, programs.counts)
+    twelve = Collective("all_reduce", 12, torch.float32)
+    assert first == second
+    assert first == {
+        "no_sync": [],
+        "sync": [Collective("all_reduce", 3 * 2 + 2 + 2 + 1, torch.float32)],
+        "all_reduce": [twelve],
+        "async": [twelve],
+        "functional": [twelve],
+        "all_gather": [Collective("all_gather", 12, torch.float32)],
+        "broadcast": [Collective("broadcast", 12, torch.float64)],
+        "reduce": [Collective("reduce", 12, torch.float32)],
+        "two": [Collective("all_reduce", 3, torch.float32), Collective("barrier", 0, torch.uint8)],
+        "none": [],
+    }
+
+
+# Each of these breaks the world; each time it has to work again, with new processes.
+
+
+def _break(world: World, answer, program, *args, limit: float = 10.0) -> SpecFailure:
+    with pytest.raises(SpecFailure) as caught:
+        world.run(answer, program, *args, limit=limit)
+    assert world.pids == []
+    return caught.value
+
+
+def test_an_error_counts_also_when_the_other_rank_waits(ours, bad):
+    with pytest.raises(ValueError, match="bad 7"):
+        ours.run(bad, programs.on_rank_1_while_0_reduces, "value_error", 7)
+    assert len(ours.run(bad, programs.who)) == 2
+
+
+def test_a_collective_that_the_other_rank_never_calls(ours, bad):
+    start = time.monotonic()
+    error = _break(ours, bad, programs.on_rank_0, "reduce", torch.ones(2))
+    line = _line("dist.all_reduce(numbers)")
+    assert error.expected == "every rank done within 10 s"
+    assert error.got == (
+        f"time-out: rank 0 is still at line {line} (dist.all_reduce(numbers)), rank 1 has finished"
+    )
+    assert "rank 0 waits in a collective call that rank 1 never makes: every" in error.cause
+    assert _told(error, bad) == "dist.all_reduce(numbers)"
+    assert time.monotonic() - start < 9, "a hang that is certain takes the whole limit"
+
+
+def test_a_loop_without_end_is_told_with_its_line(ours, bad):
+    ours.run(bad, programs.who)
+    error = _break(ours, bad, programs.on_rank_1_while_0_reduces, "endless", limit=1.0)
+    assert re.search(r"rank 0 is still at .*all_reduce.*, rank 1 is still at line \d+", error.got)
+    assert error.cause.startswith("a loop that does not end; rank 1 ran this line")
+    assert _told(error, bad) in ("while True:", "pass")
+
+
+def test_a_rank_that_dies(ours, bad):
+    error = _break(ours, bad, programs.on_rank_1_while_0_reduces, "vanish")
+    assert error.got == "rank 1 has ended (exit code 3)"
+    assert "os._exit()" in error.cause
+
+
+def test_collectives_that_do_not_fit(ours, bad):
+    error = _break(ours, bad, programs.fit_badly)
+    assert "SIGABRT" in error.got
+    assert "do not fit" in error.cause
+    assert _told(error, bad) == "dist.all_reduce(numbers)"
+
+
+def test_a_collective_that_only_one_rank_has_begun(ours, bad):
+    error = _break(ours, bad, programs.on_rank_0, "begin", torch.ones(7))
+    assert error.expected == "the same collective calls in the same order on every rank"
+    assert error.got == "rank 0 made 1, rank 1 made 0"
+
+
+def test_a_process_group_that_is_destroyed(ours, bad):
+    assert ours.run(bad, programs.destroy) == [None, None]
+    assert len(ours.run(bad, programs.who)) == 2
+
+
+PARENT = """\
+import sys, time
+from pathlib import Path
+from kit.answers import load
+from kit.world import World
+from selftest import world_programs as programs
+
+path = Path(sys.argv[1])
+path.write_text(programs.ANSWER)
+world = World()
+world.run(load(path), programs.who)
+print(*world.pids, world._nursery._process.pid, world._folder, flush=True)
+world.run(load(path), programs.on_rank_0, "endless", limit=100)
+"""
+
+
+def test_ranks_end_with_their_parent_and_worlds_do_not_collide(ours, bad, tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "bad.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    *numbers, folder = parent.stdout.readline().split()
+    pids = [int(number) for number in numbers]
+    assert len(ours.run(bad, programs.who)) == 2
+    assert len({*pids, *ours.pids}) == 5
+    assert all(map(_is_alive, pids))
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    until = time.monotonic() + 20
+    while any(map(_is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(_is_alive, pids))
+    assert not Path(folder).exists()
+
+
+# The desk, with a kata whose specs use the fixture.
+
+SPECS = """\
+import pytest
+
+from kit.verdict import check_equal
+from specs.worldly import ranks
+
+
+class TestPart1Mean:
+    '''Part 1: mean - of the ranks.'''
+
+    subject = "mean"
+
+    @pytest.mark.works
+    def test_it_starts(self, answer):
+        assert answer.mean([1.0]) == 1.0
+
+    @pytest.mark.exact
+    def test_every_rank_has_its_mean(self, answer, world):
+        check_equal(world.run(answer, ranks.mean, 2), [0.0, 2.0], "the means", cause="none")
+
+    @pytest.mark.survives
+    def test_raises(self, answer, world):
+        world.run(answer, ranks.mean, 3)
+
+    @pytest.mark.survives
+    def test_hangs(self, answer, world):
+        world.run(answer, ranks.mean, 4, limit=2)
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize("world", [3], ids=["three ranks"], indirect=True)
+    def test_works_in_a_larger_world(self, answer, world):
+        check_equal(world.run(answer, ranks.mean, 1), [0.0, 1.0, 2.0], "means", cause="none")
+"""
+
+RANKS = """\
+def mean(answer, rank, factor):
+    return answer.mean([float(factor * rank)])
+"""
+
+GOES_WRONG = """\
+def mean(values, *, start=0.0):
+    print("mean of", values)
+    if values == [3.0]:
+        raise KeyError("three")
+    while values == [4.0]:
+        pass
+    return sum(values)
+"""
+
+
+def _judge_worldly() -> tuple[int, str]:
+    home = House(new_folder())
+    home.add_kata("worldly")
+    (home.root / "tests/specs/worldly/test_part2_counter.py").unlink()
+    home.write("tests/specs/worldly/test_part1_mean.py", SPECS)
+    home.write("tests/specs/worldly/ranks.py", RANKS)
+    path = home.write("answers/odd.py", GOES_WRONG)
+    temporary = home.root / "tmp"
+    temporary.mkdir()
+    arguments = ("kata", "worldly", "--all", "--answers", str(path))
+    seen = home.run("desk", *arguments, TMPDIR=str(temporary))
+    assert not list(temporary.iterdir()), "temporary files are left"
+    return seen
+
+
+later("worldly", _judge_worldly)
+
+
+def test_the_desk_tells_what_happened_in_a_rank():
+    code, out = result("worldly")
+    assert code == 1
+    assert "pass  exact     every rank has its mean" in out
+    assert "pass  survives  works in a larger world (three ranks)" in out
+    raised = out[out.index("FAIL  survives  raises") : out.index("FAIL  survives  hangs")]
+    assert "got       KeyError: 'three'\n                  on rank 1\n" in raised
+    assert "cause     your code raised it at this line" in raised
+    assert 'at        answers/odd.py:4 in mean\n                  raise KeyError("three")' in raised
+    assert "rank 0: mean of [0.0]" in raised
+    hung = out[out.index("FAIL  survives  hangs") :]
+    assert "expected  every rank done within 2 s" in hung
+    assert "got       time-out: rank 0 has finished, rank 1 is still at line" in hung
+    assert "cause     a loop that does not end; rank 1 ran this line when the time was" in hung
+    assert re.search(r"at        answers/odd\.py:[56] in mean", hung)
+
+
+def _line(text: str) -> int:
+    lines = programs.ANSWER.splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
