@@ -28,7 +28,6 @@ from typing import Any
 import parso
 import pytest
 import torch
-import torch._dynamo  # optimizers import it: once here, not once a mutant
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
@@ -178,14 +177,15 @@ def judge(mutant: Mutant) -> int:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{mutant.kata.name}.py"
             path.write_text(mutant.text, encoding="utf-8")
-            with (
-                contextlib.redirect_stdout(io.StringIO()),
-                contextlib.redirect_stderr(io.StringIO()),
-            ):
-                options = ["-x", "-q", "-p", "no:randomly", "--timeout=30"]
-                status = int(pytest.main([*options, f"--answers={path}", str(mutant.kata.specs)]))
+            status = _run_specs(mutant.kata, str(path))
     finally:
         os._exit(status)
+
+
+def _run_specs(kata: Kata, answers: str) -> int:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        options = ["-x", "-q", "-p", "no:randomly", "--timeout=30"]
+        return int(pytest.main([*options, f"--answers={answers}", str(kata.specs)]))
 
 
 def needs_cuda(mutant: Mutant) -> bool:
@@ -227,6 +227,10 @@ def main(names: list[str]) -> int:
     )
     unexplained = 0
     for kata in [find_kata(name) for name in names] or all_katas():
+        # Also so that what specs import on their way is imported once, and not once a mutant.
+        if _run_specs(kata, "solutions"):
+            console.print(f"{kata.name}: the reference itself does not pass")
+            return 1
         start, made = time.monotonic(), mutants(kata)
         todo = [mutant for mutant in made if not needs_cuda(mutant)]
         console.print(

@@ -1,0 +1,446 @@
+"""A right answer of another shape: one recursion, and a selective mode of its own."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pickle
+import types
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+# Operations whose results are dear to recompute: matrix products, and attention on every device.
+DEAR: frozenset[Any] = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+# What a forward reads besides its tensors: whether each module is in training mode.
+Modes = list[tuple[nn.Module, bool]]
+
+
+def _modes_of(modules: Iterable[nn.Module]) -> Modes:
+    return [(module, module.training) for top in modules for module in top.modules()]
+
+
+@contextmanager
+def _in_modes(modes: Modes) -> Iterator[None]:
+    """Let the modules be in `modes`, as at the time of the forward pass, and put back what is."""
+    changed = [(module, module.training) for module, mode in modes if module.training is not mode]
+    try:
+        for module, mode in modes:
+            module.training = mode
+        yield
+    finally:
+        for module, mode in changed:
+            module.training = mode
+
+
+# Parts 1 to 3
+
+
+class MemoryIntensiveBlock(nn.Module):
+    def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        if hidden_dim < 1:
+            raise ValueError(f"hidden_dim must be at least 1, not {hidden_dim}")
+        self.up = nn.Linear(hidden_dim, 4 * hidden_dim)
+        self.relu = nn.ReLU()
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(4 * hidden_dim, hidden_dim)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        y = x + self.down(self.dropout(self.relu(self.up(x))))
+        return y if mask is None else torch.where(mask.unsqueeze(-1), y, x)
+
+
+def _run(blocks: list[nn.Module], x: Tensor, mask: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
+    """x through the blocks; with `sizes`, in checkpointed runs of sizes[0], each of them by the
+    rest of sizes. So () holds everything, (1,) one input a block, and (s, 1) one a segment."""
+    if not sizes:
+        for block in blocks:
+            x = block(x, mask=mask)
+        return x
+    size, *finer = sizes
+    for start in range(0, len(blocks), size):
+        part = blocks[start : start + size]
+        again = functools.partial(_run_as_then, _modes_of(part), part, sizes=tuple(finer))
+        # The mask goes as an argument and not in a closure: then it is saved, hence guarded
+        # against changes in place, like x.
+        x = checkpoint(again, x, mask, use_reentrant=False)
+    return x
+
+
+def _run_as_then(
+    modes: Modes,
+    blocks: list[nn.Module],
+    x: Tensor,
+    mask: Tensor | None,
+    sizes: tuple[int, ...],
+) -> Tensor:
+    with _in_modes(modes):
+        return _run(blocks, x, mask, sizes)
+
+
+class LargeModel(nn.Module):
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_dim: int,
+        *,
+        dropout: float = 0.1,
+        use_checkpoint: bool = True,
+        segment_size: int = 1,
+    ) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be a probability, not {dropout}")
+        self.hidden_dim = hidden_dim
+        self.layers = nn.ModuleList(
+            MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
+        )
+        self.use_checkpoint = use_checkpoint
+        self.segment_size = segment_size
+
+    @property
+    def segment_size(self) -> int:
+        return self._segment_size
+
+    @segment_size.setter
+    def segment_size(self, size: int) -> None:
+        if not 1 <= size <= len(self.layers):
+            raise ValueError(f"segment_size must be from 1 to {len(self.layers)}, not {size}")
+        self._segment_size = size
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        if x.dim() != 3 or x.shape[-1] != self.hidden_dim:
+            raise ValueError(
+                f"x must be of shape (batch, length, {self.hidden_dim}), not {tuple(x.shape)}"
+            )
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(f"mask must be of shape {tuple(x.shape[:2])}, not {tuple(mask.shape)}")
+        sizes: tuple[int, ...] = ()
+        if self.use_checkpoint and self.training and torch.is_grad_enabled():
+            sizes = (1,) if self.segment_size == 1 else (self.segment_size, 1)
+        return _run(list(self.layers), x, mask, sizes)
+
+
+def best_segment_size(num_layers: int) -> int:
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+    # ceil(n / s) + s is at least ceil(2 sqrt n). With s = m = ceil(sqrt n) it is 2m - 1 for
+    # n <= m(m - 1) and else 2m, and that is ceil(2 sqrt n): (m - 1/2)^2 = m(m - 1) + 1/4.
+    return math.isqrt(num_layers - 1) + 1
+
+
+# Part 4
+
+SHARED = (Tensor, nn.Module, type, types.FunctionType, types.BuiltinFunctionType, torch.Generator)
+
+
+def _is_shared(leaf: Any) -> bool:
+    return isinstance(leaf, SHARED)
+
+
+def _is_no_container(leaf: Any) -> bool:
+    return type(leaf) not in (tuple, list, dict)
+
+
+class _Frozen:
+    """Arguments as they are now, whatever the forward does to them (appends to a list, updates a
+    key-value cache): a pickle in which tensors, modules and the like are only numbered."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._freeze(value, _is_shared)
+        except Exception:  # something in there cannot be copied: then only containers are
+            self._freeze(value, _is_no_container)
+
+    def _freeze(self, value: Any, is_leaf: Callable[[Any], bool]) -> None:
+        numbers: dict[int, int] = {}
+        leaves: list[Any] = []
+
+        def persistent_id(leaf: Any) -> int | None:
+            if not is_leaf(leaf):
+                return None
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = len(leaves)
+                leaves.append(leaf)
+            return numbers[id(leaf)]
+
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = persistent_id  # type: ignore[method-assign]
+        pickler.dump(value)
+        self.bytes = file.getvalue()
+        # Tensors are left to the checkpoint, which saves them as autograd does.
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.tensors = tuple(leaves[i] for i in self.places)
+
+    def give_tensors(self) -> tuple[Tensor, ...]:
+        tensors, self.tensors = self.tensors, ()
+        return tensors
+
+    def thaw(self, tensors: Iterable[Tensor]) -> Any:
+        leaves = list(self.others)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        unpickler = pickle.Unpickler(io.BytesIO(self.bytes))
+        unpickler.persistent_load = leaves.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
+
+
+class _Buffers:
+    """The buffers of a block as its forward found them, as far as it changed them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        clones: dict[int, Tensor] = {}
+        self.found: list[tuple[nn.Module, str, Tensor]] = []
+        for module in block.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    if id(buffer) not in clones:
+                        clones[id(buffer)] = buffer.detach().clone()
+                    self.found.append((module, name, clones[id(buffer)]))
+
+    def forget_unchanged(self) -> None:
+        self.found = [
+            (module, name, old)
+            for module, name, old in self.found
+            if (new := module._buffers.get(name)) is not None
+            and not (new.shape == old.shape and torch.equal(new, old))
+        ]
+
+    @contextmanager
+    def as_found(self) -> Iterator[None]:
+        now = [(module, name, module._buffers[name]) for module, name, _ in self.found]
+        copies = {id(old): old.clone() for _, _, old in self.found}
+        try:
+            for module, name, old in self.found:
+                module._buffers[name] = copies[id(old)]
+            yield
+        finally:
+            for module, name, buffer in now:
+                module._buffers[name] = buffer
+
+
+def _may_hold(op: Any) -> bool:
+    """Only new results can stand in for a call: not views and not what is written in place. And
+    not casts, as autocast's cache makes their number differ between forward and recomputation."""
+    if op is torch.ops.aten._to_copy.default or op._schema.is_mutable:
+        return False
+    return all(r.alias_info is None for r in op._schema.returns)
+
+
+def _alias(x: Any) -> Any:
+    """The same bytes and the same version counter, outside the graph."""
+    if not isinstance(x, Tensor):
+        return x
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+class _Held:
+    """The results of one call of an operator, and the random states that it left behind."""
+
+    def __init__(self, result: Any, random: list[tuple[torch.device, Tensor]]) -> None:
+        self.random = random
+        self._set(tree_map(_alias, result))
+
+    def _set(self, result: Any) -> None:
+        self.result = result
+        self.versions = [(t, t._version) for t in tree_leaves(result) if isinstance(t, Tensor)]
+
+    def is_intact(self) -> bool:
+        return all(t._version == version for t, version in self.versions)
+
+    def is_in(self, storages: set[int]) -> bool:
+        return any(_storage(t) in storages for t, _ in self.versions)
+
+    def move(self) -> None:
+        if self.is_intact():
+            self._set(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.result))
+
+    def replay(self) -> Any:
+        for device, state in self.random:
+            _set_random_state(device, state)
+        return tree_map(_alias, self.result)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+class _Holding(TorchDispatchMode):
+    """In its first use (the forward) notes the results of `keep`; in later ones plays them back.
+
+    The k-th call of an operator is played back by the k-th noted. A result that somebody has
+    written to since is computed again.
+    """
+
+    def __init__(self, keep: frozenset[Any]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.held: dict[Any, list[_Held]] = defaultdict(list)
+        self.calls: dict[Any, int] = {}
+        self.replaying = False
+
+    @contextmanager
+    def run(self, *, replaying: bool) -> Iterator[None]:
+        outer = self.calls, self.replaying
+        self.calls, self.replaying = defaultdict(int), replaying
+        try:
+            with self:
+                yield
+        finally:
+            self.calls, self.replaying = outer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in self.keep:
+            if func._schema.is_mutable:
+                self._make_way(func, args, kwargs)
+            return func(*args, **kwargs)
+        if not self.replaying:
+            result, random = self._observe(func, args, kwargs)
+            self.held[func].append(_Held(result, random))
+            return result
+        number = self.calls[func]
+        self.calls[func] += 1
+        if number < len(self.held[func]) and (held := self.held[func][number]).is_intact():
+            return held.replay()
+        return func(*args, **kwargs)
+
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs), []
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        devices = {t.device for t in tensors} | {torch.device("cpu")}
+        before = {device: _random_state(device) for device in devices if device.type != "meta"}
+        result = func(*args, **kwargs)
+        after = [(device, _random_state(device)) for device in before]
+        return result, [(d, state) for d, state in after if not torch.equal(state, before[d])]
+
+    def _make_way(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        written = set()
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                written |= {_storage(t) for t in tree_leaves(value) if isinstance(t, Tensor)}
+        for calls in self.held.values():
+            for held in calls:
+                if held.is_in(written):
+                    held.move()
+
+
+class _Call:
+    """One call of a block's forward. Called once by the forward pass, it runs on the arguments
+    themselves; called again by the backward pass, on what they, the buffers and the modes were."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        keep: frozenset[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.forward = forward
+        self.live: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self.frozen = _Frozen((args, kwargs))
+        self.modes = _modes_of([block])
+        self.buffers = _Buffers(block)
+        self.holding = _Holding(keep) if keep else None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self.live is not None:
+            (args, kwargs), self.live = self.live, None
+            with self.holding.run(replaying=False) if self.holding else nullcontext():
+                result = self.forward(*args, **kwargs)
+            self.buffers.forget_unchanged()
+            return result
+        args, kwargs = self.frozen.thaw(tensors)
+        with (
+            _in_modes(self.modes),
+            self.buffers.as_found(),
+            self.holding.run(replaying=True) if self.holding else nullcontext(),
+        ):
+            return self.forward(*args, **kwargs)
+
+
+def _forward(
+    block: nn.Module,
+    forward: Callable[..., Any],
+    keep: frozenset[Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    call = _Call(block, forward, keep, args, kwargs)
+    return checkpoint(call, *call.frozen.give_tensors(), use_reentrant=False)
+
+
+MARK = "_is_checkpointed_block"
+
+
+def checkpoint_blocks(
+    model: nn.Module, block_type: type[nn.Module], *, keep: Collection[Any] = ()
+) -> int:
+    if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
+        raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
+    for op in keep:
+        if not isinstance(op, torch._ops.OpOverload):
+            raise TypeError(f"keep must hold overloads of operators, not {op!r}")
+    of_type = [module for module in model.modules() if isinstance(module, block_type)]
+    inside = {id(inner) for block in of_type for inner in block.modules() if inner is not block}
+    blocks = [block for block in of_type if block is not model and id(block) not in inside]
+    if not blocks:
+        raise ValueError(f"the model contains no block of class {block_type.__name__}")
+    if any(MARK in vars(block) for block in blocks):
+        raise ValueError(f"a {block_type.__name__} of the model is checkpointed already")
+    held = frozenset(op for op in keep if _may_hold(op))
+    for block in blocks:
+        # A partial, unlike a closure, is copied with what it holds: the copy's own block and
+        # its own forward.
+        forward = functools.partial(_forward, block, block.forward, held)
+        block.forward = functools.update_wrapper(forward, block.forward)  # type: ignore
+        setattr(block, MARK, True)
+    return len(blocks)

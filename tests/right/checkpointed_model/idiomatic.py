@@ -1,0 +1,301 @@
+"""A right answer from the stub alone, in torch's own idioms."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+# Operations whose results are dear to recompute: matrix products, and attention on every device.
+DEAR: frozenset[Any] = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+class _Recomputation:
+    """Context of a recomputation: the modules are as they were, and what they write is dropped.
+
+    Their training flags are those of the forward pass, even if eval() was called since. Their
+    buffers are stood in for by copies, so that the running statistics are not updated again.
+    """
+
+    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
+        self.training = [(m, m.training) for m in module.modules()]
+        self.inner = nullcontext() if inner is None else inner
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            copies: dict[int, Tensor] = {}  # a buffer that two modules share stays shared
+            for module, training in self.training:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
+                stack.callback(module._buffers.update, dict(module._buffers))
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and not buffer.requires_grad:
+                        if id(buffer) not in copies:
+                            copies[id(buffer)] = buffer.clone()
+                        module._buffers[name] = copies[id(buffer)]
+            stack.enter_context(self.inner)
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stack.__exit__(*exc)
+
+
+# Parts 1 to 3
+
+
+def _run_block(block: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    return block(x, mask=mask)
+
+
+def _run_segment(blocks: nn.ModuleList, x: Tensor, mask: Tensor | None) -> Tensor:
+    for block in blocks:
+        x = _checkpointed(_run_block, block, x, mask)
+    return x
+
+
+def _checkpointed(
+    run: Callable[..., Tensor], module: nn.Module, x: Tensor, mask: Tensor | None
+) -> Tensor:
+    # The tensors go by position: only those are saved as autograd saves tensors, which frees them
+    # in nested checkpoints and notices it if they are modified in place.
+    def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _Recomputation(module)
+
+    return checkpoint(run, module, x, mask, use_reentrant=False, context_fn=context_fn)
+
+
+def _check_at_least_1(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+class MemoryIntensiveBlock(nn.Module):
+    def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        _check_at_least_1("hidden_dim", hidden_dim)
+        self.up = nn.Linear(hidden_dim, 4 * hidden_dim)
+        self.relu = nn.ReLU()
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(4 * hidden_dim, hidden_dim)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        y = x + self.down(self.dropout(self.relu(self.up(x))))
+        return y if mask is None else torch.where(mask.unsqueeze(-1), y, x)
+
+
+class LargeModel(nn.Module):
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_dim: int,
+        *,
+        dropout: float = 0.1,
+        use_checkpoint: bool = True,
+        segment_size: int = 1,
+    ) -> None:
+        super().__init__()
+        _check_at_least_1("num_layers", num_layers)
+        _check_at_least_1("hidden_dim", hidden_dim)
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be a probability, not {dropout}")
+        self.hidden_dim = hidden_dim
+        self.use_checkpoint = use_checkpoint
+        self.layers = nn.ModuleList(
+            MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
+        )
+        self.segment_size = segment_size
+
+    @property
+    def segment_size(self) -> int:
+        return self._segment_size
+
+    @segment_size.setter
+    def segment_size(self, value: int) -> None:
+        if not 1 <= value <= len(self.layers):
+            raise ValueError(f"segment_size must be from 1 to {len(self.layers)}, not {value}")
+        self._segment_size = value
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        if x.dim() != 3 or x.shape[-1] != self.hidden_dim:
+            raise ValueError(
+                f"x must be of shape (batch, length, {self.hidden_dim}), not {tuple(x.shape)}"
+            )
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(f"mask must be of shape {tuple(x.shape[:2])}, not {tuple(mask.shape)}")
+        if not (self.use_checkpoint and self.training and torch.is_grad_enabled()):
+            for layer in self.layers:
+                x = layer(x, mask=mask)
+            return x
+        for start in range(0, len(self.layers), self.segment_size):
+            segment = self.layers[start : start + self.segment_size]
+            if len(segment) == 1:
+                x = _checkpointed(_run_block, segment[0], x, mask)
+            else:
+                x = _checkpointed(_run_segment, segment, x, mask)
+        return x
+
+
+def best_segment_size(num_layers: int) -> int:
+    _check_at_least_1("num_layers", num_layers)
+    # No size above 2 * sqrt(num_layers) + 2 is better than one near the root.
+    sizes = range(1, min(num_layers, 2 * math.isqrt(num_layers) + 2) + 1)
+    return min(sizes, key=lambda size: -(-num_layers // size) + size)
+
+
+# Part 4
+
+
+def _advances_random_stream(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers (attention does only if its dropout is above 0)."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    if any(a.name == "dropout_p" for a in op._schema.arguments):
+        return given.get("dropout_p", 0.0) > 0.0
+    return True
+
+
+class _ReplayKept(TorchDispatchMode):
+    """Results of `keep` come from the cache; other operations run, however often they are called.
+
+    (Their number may differ: autocast casts a weight again that was in its own cache before.)
+    """
+
+    def __init__(self, keep: frozenset[Any], cached: TorchDispatchMode) -> None:
+        super().__init__()
+        self.keep = keep
+        self.cached = cached
+
+    def __enter__(self) -> TorchDispatchMode:
+        # As its own __enter__ does: a second backward pass is told that it is one.
+        self.cached.func_counter.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in self.keep:
+            return self.cached.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _selective_contexts(
+    keep: frozenset[Any],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    if not keep:
+        return nullcontext(), nullcontext()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # An operation that is skipped draws no random numbers, and those after it would draw others
+        # than in the forward pass: such a call is recomputed, whatever `keep` says.
+        if op in keep and not _advances_random_stream(op, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    caching, cached = create_selective_checkpoint_contexts(policy)
+    return caching, _ReplayKept(keep, cached)
+
+
+def _snapshot(tree: Any, memo: dict[int, Any]) -> Any:
+    """Copies of containers and of objects with attributes, such as key-value caches.
+
+    Tensors, modules, functions and the like are shared.
+    """
+
+    def leaf_snapshot(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return memo.setdefault(id(leaf), leaf.clone_state())
+        if isinstance(leaf, (Tensor, nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
+            return leaf
+        if id(leaf) not in memo:
+            try:
+                memo[id(leaf)] = new = copy.copy(leaf)
+            except Exception:  # not copyable: shared as well
+                memo[id(leaf)] = new = leaf
+            if new is not leaf:
+                for name, value in vars(leaf).items():
+                    vars(new)[name] = _snapshot(value, memo)
+        return memo[id(leaf)]
+
+    return tree_map(leaf_snapshot, tree)
+
+
+class _CheckpointedForward:
+    """Stands in for a block's `forward`, as an attribute of the block.
+
+    Hooks of the block are run by its __call__, outside of this. A deep copy of the block copies
+    the bound method too, and so calls the copy.
+    """
+
+    def __init__(self, block: nn.Module, keep: frozenset[Any]) -> None:
+        self.block = block
+        self.forward = block.forward
+        self.keep = keep
+        functools.update_wrapper(self, block.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.forward(*args, **kwargs)
+
+        # The first run gets the caller's own objects, a recomputation copies of them as they were.
+        # Leaves go by position, whatever their names, so that checkpoint sees all tensors.
+        leaves, spec = tree_flatten(_snapshot((args, kwargs), {}))
+        original: list[Any] = [(args, kwargs)]
+
+        def run(*leaves: Any) -> Any:
+            if original:
+                own_args, own_kwargs = original.pop()
+            else:
+                own_args, own_kwargs = tree_unflatten(_snapshot(list(leaves), {}), spec)
+            return self.forward(*own_args, **own_kwargs)
+
+        def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            forward_context, recompute_context = _selective_contexts(self.keep)
+            return forward_context, _Recomputation(self.block, recompute_context)
+
+        return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
+
+
+def checkpoint_blocks(
+    model: nn.Module, block_type: type[nn.Module], *, keep: Collection[Any] = ()
+) -> int:
+    if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
+        raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
+    kept = frozenset(keep)
+    for op in kept:
+        if not isinstance(op, torch._ops.OpOverload):
+            raise TypeError(f"keep takes overloads of operators, not {op}")
+    candidates = [m for m in model.modules() if m is not model and isinstance(m, block_type)]
+    inside = {m for block in candidates for m in block.modules() if m is not block}
+    blocks = [block for block in candidates if block not in inside]
+    if not blocks:
+        raise ValueError(f"the model contains no {block_type.__name__}")
+    if any(isinstance(vars(block).get("forward"), _CheckpointedForward) for block in blocks):
+        raise ValueError(f"a {block_type.__name__} of the model is checkpointed already")
+    for block in blocks:
+        block.forward = _CheckpointedForward(block, kept)
+    return len(blocks)

@@ -1,0 +1,159 @@
+"""What the specs of checkpointed_model share: one step with all its results, runs, and peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from kit.ruler import bytes_of, measure
+from kit.verdict import check, check_close, check_equal
+
+WIDTH = 16  # of the LargeModels
+LAYERS = 7
+# Segments of 3 do not divide 7 blocks: the last one has a single block.
+SIZES = pytest.mark.parametrize(
+    "size", [1, 3, LAYERS], ids=["each_block", "segments_of_3", "one_segment"]
+)
+
+
+def inputs(device: torch.device, rows: int = 3, length: int = 5, *, grad: bool = False) -> Tensor:
+    """Small inputs of shape (rows, length, WIDTH), for everything but bytes."""
+    return torch.randn(rows, length, WIDTH, device=device).requires_grad_(grad)
+
+
+def large_inputs(device: torch.device) -> Tensor:
+    """Inputs beside which the weights weigh little; they require a gradient, and have one."""
+    rows, length = (5, 64) if device.type == "cpu" else (16, 512)
+    x = torch.randn(rows, length, WIDTH, device=device, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    return x
+
+
+_DIFFERS = (
+    "the recomputation has another input, mask, mode or precision than the forward pass had: they"
+    " were left somewhere and have changed since, or are changed for it"
+)
+
+
+def back(output: Tensor, *, cause: str = _DIFFERS) -> None:
+    """The backward pass from a loss of `output`; one that torch itself refuses is a failure."""
+    __tracebackhide__ = True
+    check(
+        output.requires_grad,
+        expected="an output with a graph behind it",
+        got="an output that requires no gradient",
+        cause="a reentrant checkpoint passes gradients on only if its input requires one; or the"
+        " blocks run under no_grad(), or on a detached input",
+    )
+    refused = None
+    try:
+        output.float().square().mean().backward()
+    except CheckpointError as error:
+        refused = str(error).splitlines()[0]
+    check(
+        refused is None,
+        expected="a recomputation that does what the forward pass did",
+        got=refused,
+        cause=cause,
+    )
+
+
+def step(
+    module: nn.Module,
+    forward: Callable[[], Tensor],
+    *leaves: Tensor,
+    seed: int = 4,
+    cause: str = _DIFFERS,
+) -> dict[str, Any]:
+    """Forward and backward from a fixed seed: output, gradients, and where the random stream is.
+
+    The gradients are those of the module's trainable parameters and of `leaves`.
+    """
+    __tracebackhide__ = True
+    module.zero_grad()
+    for leaf in leaves:
+        leaf.grad = None
+    torch.manual_seed(seed)
+    output = forward()
+    found: dict[str, Any] = {"output": output.detach()}
+    found["the next random number after the forward pass"] = torch.rand(1)
+    back(output, cause=cause)
+    found["the next random number after the backward pass"] = torch.rand(1)
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            found[f"gradient of {name}"] = None if p.grad is None else p.grad.clone()
+    for number, leaf in enumerate(leaves):
+        found[f"gradient of input {number}"] = None if leaf.grad is None else leaf.grad.clone()
+    return found
+
+
+def check_same(
+    got: dict[str, Any], want: dict[str, Any], *, cause: str, exact: bool = True
+) -> None:
+    """Fail unless two steps have the same results, to the bit; `want` is the one without
+    checkpoints. Kernels that add up in no fixed order (attention on cuda) are not `exact`."""
+    __tracebackhide__ = True
+    missing = [name for name in want if got[name] is None and want[name] is not None]
+    check(
+        not missing,
+        expected="a gradient wherever there is one without checkpoints",
+        got=f"none for {len(missing)} tensors: no {', no '.join(missing[:3])}",
+        cause=f"{cause}; or the graph is cut, by detach() for one",
+    )
+    for name, value in want.items():
+        if value is None or exact:
+            check_equal(got[name], value, name, cause=cause)
+        else:
+            check_close(got[name], value, name, cause=cause, rtol=1e-4, atol=1e-6)
+
+
+class Runs:
+    """Counts how often each of some modules is called.
+
+    For a block it is a child that is counted: it is called whenever the block's forward runs, by
+    whatever way.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = list(modules)
+        self.counts = [0] * len(self.modules)
+        for number, module in enumerate(self.modules):
+            module.register_forward_pre_hook(lambda *_, n=number: self._note(n))
+
+    def _note(self, number: int) -> None:
+        self.counts[number] += 1
+
+    def take(self) -> list[int]:
+        """The counts since the last time."""
+        counts, self.counts = self.counts, [0] * len(self.modules)
+        return counts
+
+
+def runs_of(model: Any) -> Runs:
+    """Counts how often the forward of each block of a LargeModel runs."""
+    return Runs(block.up for block in model.layers)
+
+
+def peak(model: nn.Module, x: Tensor, forward: Callable[[], Tensor] | None = None) -> int:
+    """Bytes above the baseline at the peak of one forward and backward, gradients in place."""
+    __tracebackhide__ = True
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    run = forward or (lambda: model(x))
+    return measure(lambda: back(run()), x.device, known=[model, x]).above_baseline
+
+
+def held_after_forward(model: nn.Module, x: Tensor) -> int:
+    """Bytes that are held between the forward and the backward pass, the output included."""
+    kept: list[Tensor] = []
+    return measure(lambda: kept.append(model(x)), x.device, known=[model, x]).retained
+
+
+def one_input(x: Tensor) -> int:
+    """The bytes of one block's input, as the allocator rounds them."""
+    return bytes_of(x.detach())

@@ -1,0 +1,300 @@
+"""A model with a checkpoint for each block: values, how often blocks run, and bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kit.verdict import check_bar, check_equal, check_raises
+from specs.checkpointed_model.common import (
+    WIDTH,
+    back,
+    held_after_forward,
+    inputs,
+    large_inputs,
+    one_input,
+    peak,
+    runs_of,
+)
+
+
+def by_hand(block: nn.Module, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What a block computes, from its weights."""
+    hidden = F.relu(F.linear(x, block.up.weight, block.up.bias))
+    hidden = F.dropout(hidden, block.dropout.p, block.training)
+    update = F.linear(hidden, block.down.weight, block.down.bias)
+    return x + (update if mask is None else torch.where(mask.unsqueeze(-1), update, 0.0))
+
+
+class TestPart1LargeModel:
+    """Part 1: LargeModel - a checkpoint for each block"""
+
+    subject = "LargeModel"
+
+    @pytest.mark.works
+    @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+    def test_a_block_adds_its_feed_forward_to_its_input(self, answer, device, training):
+        """x + down(dropout(relu(up(x)))), and nothing is added where the mask is False."""
+        block = answer.MemoryIntensiveBlock(WIDTH, dropout=0.25).to(device).train(training)
+        shapes = tuple(block.up.weight.shape), tuple(block.down.weight.shape)
+        cause = "the inside is not four times as wide"
+        check_equal(
+            shapes, ((4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)), "shapes of up and down", cause=cause
+        )
+        check_equal(block.dropout.p, 0.25, "dropout.p", cause="the argument is not handed on")
+        x, mask = inputs(device), torch.rand(3, 5, device=device) < 0.6
+        for given in (None, mask):
+            torch.manual_seed(3)
+            got = block(x, mask=given)
+            torch.manual_seed(3)
+            want = by_hand(block, x, given)
+            what = "output" if given is None else "output under a mask"
+            cause = "the input is not added, something is left out, or the mask is turned round"
+            check_equal(got.detach(), want.detach(), what, cause=cause)
+
+    @pytest.mark.works
+    @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+    def test_a_model_is_its_blocks_one_after_another(self, answer, device, training):
+        model = answer.LargeModel(5, WIDTH, dropout=0.25).to(device).train(training)
+        check_equal(len(model.layers), 5, "len(layers)", cause="num_layers is not the number")
+        own = len({id(p) for p in model.layers.parameters()})
+        check_equal(
+            own, 5 * 4, "parameters", cause="one block is repeated, with one set of weights"
+        )
+        rates = [block.dropout.p for block in model.layers]
+        check_equal(rates, 5 * [0.25], "dropout of the blocks", cause="it is not handed on")
+        x, mask = inputs(device), torch.rand(3, 5, device=device) < 0.6
+        for given in (None, mask):
+            torch.manual_seed(3)
+            got = model(x, mask=given)
+            torch.manual_seed(3)
+            want = x
+            for block in model.layers:
+                want = by_hand(block, want, given)
+            what = "output" if given is None else "output under a mask"
+            cause = "a block is left out, or runs out of order, or without its mask"
+            check_equal(got.detach(), want.detach(), what, cause=cause)
+
+    @pytest.mark.exact
+    def test_each_block_runs_once_more_in_training(self, answer, device):
+        """Once in the forward pass, once in the backward pass: 1, then 2 in all."""
+        model = answer.LargeModel(6, WIDTH).to(device)
+        runs = runs_of(model)
+        output = model(inputs(device))
+        cause = "blocks run more than once in the forward pass itself"
+        check_equal(runs.counts, 6 * [1], "runs of each block after the forward pass", cause=cause)
+        back(output)
+        check_equal(
+            runs.counts,
+            6 * [2],
+            "runs of each block after the backward pass",
+            cause="1: that block is not checkpointed, so all of its inside is held; 3: it has two"
+            " checkpoints; all on the last: a lambda looks its block up when it runs",
+        )
+
+    @pytest.mark.exact
+    @pytest.mark.parametrize("when", ["eval", "no_grad", "inference_mode", "switched_off"])
+    def test_each_block_runs_once_where_nothing_is_recomputed(self, answer, device, when):
+        """huggingface/diffusers#10107: checkpoints that stay on in validation.
+
+        In eval mode gradients can be on: the blocks run once all the same.
+        """
+        model = answer.LargeModel(6, WIDTH, use_checkpoint=when != "switched_off").to(device)
+        model.train(when != "eval")
+        runs = runs_of(model)
+        if when == "no_grad":
+            with torch.no_grad():
+                output = model(inputs(device))
+        elif when == "inference_mode":
+            with torch.inference_mode():
+                output = model(inputs(device))
+        else:
+            output = model(inputs(device))
+            back(output)
+        cause = (
+            "self.training, or use_checkpoint, is not asked: recomputing costs, and saves nothing"
+        )
+        check_equal(runs.counts, 6 * [1], f"runs of each block ({when})", cause=cause)
+        if when in ("no_grad", "inference_mode"):
+            cause = "gradients are switched on again inside"
+            check_equal(output.requires_grad, False, f"requires_grad ({when})", cause=cause)
+
+    @pytest.mark.exact
+    @pytest.mark.parametrize("case", ["mask", "autocast", "input_with_gradient", "frozen_biases"])
+    def test_recomputes_in_every_case(self, answer, device, case):
+        model = answer.LargeModel(6, WIDTH).to(device)
+        if case == "frozen_biases":
+            for block in model.layers:
+                block.up.bias.requires_grad_(False)
+        runs = runs_of(model)
+        mask = torch.rand(3, 5, device=device) < 0.6 if case == "mask" else None
+        x = inputs(device, grad=case == "input_with_gradient")
+        with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
+            output = model(x, mask=mask)
+        back(output)
+        cause = "checkpoints are left out in this case"
+        check_equal(runs.counts, 6 * [2], f"runs of each block ({case})", cause=cause)
+
+    @pytest.mark.saves
+    @pytest.mark.parametrize("layers", [5, 12], ids=["5_blocks", "12_blocks"])
+    def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, layers):
+        """(num_layers + 2) inputs + 1 inside.
+
+        The inside is measured on one plain block: forward, loss and backward. Two of the inputs are
+        room: for the loss, and for other ways to write the loop.
+        """
+        x = large_inputs(device)
+        inside = peak(answer.MemoryIntensiveBlock(WIDTH, 0.25).to(device), x)
+        model, plain, known = (
+            module.LargeModel(layers, WIDTH, dropout=0.25, use_checkpoint=use).to(device)
+            for module, use in ((answer, True), (reference, False), (reference, True))
+        )
+        check_bar(
+            f"peak above the baseline, {layers} blocks",
+            peak(model, x),
+            (layers + 2) * one_input(x) + inside,
+            plain=peak(plain, x),
+            reference=peak(known, x),
+            formula=f"{layers + 2} inputs + 1 inside",
+            cause="the backward pass holds more than one block's inside at a time: one checkpoint"
+            " around everything, checkpoints around the layers within a block, or no checkpoint",
+        )
+
+    @pytest.mark.saves
+    def test_needs_less_than_half_of_the_plain_model(self, answer, reference, device):
+        """0.45 x the plain model's peak.
+
+        On the cpu a plain block holds 13 inputs: its own input, and 4 each for the result of the
+        ReLU, the mask of the dropout and their product. So 5 blocks take 69, and 21 checkpointed.
+        """
+        x = large_inputs(device)
+        plain = peak(reference.LargeModel(5, WIDTH, use_checkpoint=False).to(device), x)
+        check_bar(
+            "peak above the baseline, 5 blocks",
+            peak(answer.LargeModel(5, WIDTH).to(device), x),
+            0.45 * plain,
+            plain=plain,
+            reference=peak(reference.LargeModel(5, WIDTH).to(device), x),
+            formula="0.45 x the plain model",
+            cause="the inside of all blocks is there at once",
+        )
+
+    @pytest.mark.saves
+    def test_holds_one_input_a_block_between_forward_and_backward(self, answer, reference, device):
+        """The input of each block but the first, which is the baseline's, and the output: 5 inputs.
+
+        The inside of a single block would be 12 more; the bar adds 2.
+        """
+        x = large_inputs(device)
+
+        def held(module: object, use: bool) -> int:
+            model = module.LargeModel(5, WIDTH, dropout=0.25, use_checkpoint=use).to(device)
+            return held_after_forward(model, x)
+
+        check_bar(
+            "held after the forward pass, 5 blocks",
+            held(answer, True),
+            7 * one_input(x),
+            plain=held(reference, False),
+            reference=held(reference, True),
+            formula="(num_layers + 2) inputs",
+            cause="a block is not checkpointed, or something of its inside is kept",
+        )
+
+    @pytest.mark.survives
+    def test_follows_switches_that_are_set_later(self, answer, device):
+        model = answer.LargeModel(4, WIDTH, use_checkpoint=False).to(device)
+        runs = runs_of(model)
+        cause = "the switch is read when the model is made, not when it runs"
+        for use, training, want in ((False, True, 1), (True, True, 2), (True, False, 1)):
+            model.use_checkpoint = use
+            model.train(training)
+            back(model(inputs(device)))
+            what = f"runs with use_checkpoint={use}, training={training}"
+            check_equal(runs.take(), 4 * [want], what, cause=cause)
+
+    @pytest.mark.survives
+    def test_takes_the_smallest_numbers(self, answer, device):
+        """One layer, one wide, without dropout, on one position of one sequence."""
+        model = answer.LargeModel(1, 1, dropout=0.0).to(device)
+        x = torch.ones(1, 1, 1, device=device)
+        output = model(x)
+        cause = "a number that is in its range is not taken"
+        want = by_hand(model.layers[0], x).detach()
+        check_equal(output.detach(), want, "output", cause=cause)
+        back(output)
+        missing = [name for name, p in model.named_parameters() if p.grad is None]
+        check_equal(missing, [], "parameters without gradient", cause=cause)
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize(
+        ("options", "value"),
+        [
+            ({"num_layers": 0}, 0),
+            ({"num_layers": -3}, -3),
+            ({"hidden_dim": 0}, 0),
+            ({"hidden_dim": -2}, -2),
+            ({"dropout": -0.25}, -0.25),
+            ({"dropout": 1.75}, 1.75),
+            ({"segment_size": 0}, 0),
+            ({"segment_size": -1}, -1),
+            ({"segment_size": 6}, 6),
+        ],
+        ids=[
+            *("no_layers", "minus_3_layers", "no_width", "width_minus_2"),
+            *("dropout_below_0", "dropout_above_1"),
+            *("no_segment", "segment_minus_1", "segment_above_all"),
+        ],
+    )
+    def test_refuses_numbers_out_of_range(self, answer, options, value):
+        arguments = {"num_layers": 5, "hidden_dim": WIDTH, **options}
+        given = ", ".join(f"{k}={v}" for k, v in arguments.items())
+        check_raises(
+            lambda: answer.LargeModel(**arguments),
+            ValueError,
+            mentions=[value],
+            when=f"for LargeModel({given})",
+        )
+        if "hidden_dim" in options:
+            check_raises(
+                lambda: answer.MemoryIntensiveBlock(value),
+                ValueError,
+                mentions=[value],
+                when=f"for MemoryIntensiveBlock({value})",
+            )
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize(
+        ("x_shape", "mask_shape", "named"),
+        [
+            ((3, 5, 23), None, "3, 5, 23"),
+            ((3, 5, 9), None, "3, 5, 9"),
+            ((5, WIDTH), None, f"5, {WIDTH}"),
+            ((2, 3, 5, WIDTH), None, f"2, 3, 5, {WIDTH}"),
+            ((3, 5, WIDTH), (5, 3), "5, 3"),
+            ((3, 5, WIDTH), (5,), "5,"),
+            ((3, 5, WIDTH), (3, 5, 1), "3, 5, 1"),
+            ((3, 5, WIDTH), (1, 5), "1, 5"),
+        ],
+        ids=[
+            "wide",
+            "narrow",
+            "no_batch",
+            "4_dims",
+            "mask_turned",
+            "mask_1_dim",
+            "mask_3_dims",
+            "one_mask",
+        ],
+    )
+    def test_refuses_wrong_shapes(self, answer, device, x_shape, mask_shape, named):
+        model = answer.LargeModel(3, WIDTH).to(device)
+        mask = None if mask_shape is None else torch.ones(mask_shape, dtype=torch.bool).to(device)
+        check_raises(
+            lambda: model(torch.ones(x_shape, device=device), mask=mask),
+            ValueError,
+            mentions=[named],
+            when=f"for x of shape {x_shape} and a mask of shape {mask_shape}, hidden_dim {WIDTH}",
+        )

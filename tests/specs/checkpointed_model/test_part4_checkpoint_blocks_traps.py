@@ -1,0 +1,242 @@
+"""Checkpoints in models of others: copies, hooks, batch normalisation, second calls, bad input."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kit.toys import Block
+from kit.verdict import check, check_equal, check_raises
+from specs.checkpointed_model.common import WIDTH, Runs, back, check_same, step
+from specs.checkpointed_model.models import (
+    Host,
+    Nest,
+    Normed,
+    host,
+    host_runs,
+    transformer,
+)
+
+KEEPS = pytest.mark.parametrize("dear", [False, True], ids=["recompute_all", "keep_dear"])
+
+
+def statistics(model: nn.Module) -> dict[str, Any]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+class TestPart4CheckpointBlocksTraps:
+    """Part 4: checkpoint_blocks - models that somebody else wrote"""
+
+    subject = "checkpoint_blocks"
+
+    @pytest.mark.survives
+    def test_leaves_the_class_and_its_other_models_alone(self, answer, device):
+        model, x = host(device)
+        other = Host(model.mixer).to(device)
+        keys = list(model.state_dict())
+        answer.checkpoint_blocks(model, model.mixer)
+        cause = "blocks are wrapped in other modules, or registered under a second name"
+        check_equal(list(model.state_dict()), keys, "keys of state_dict()", cause=cause)
+        for module, when in ((other, "made before"), (Host(model.mixer).to(device), "made after")):
+            runs = host_runs(module)
+            back(module(x))
+            cause = "forward is replaced on the class, not on the blocks of this model"
+            check_equal(runs.counts, 3 * [1], f"runs in another model, {when}", cause=cause)
+
+    @pytest.mark.survives
+    def test_a_block_in_several_places_is_one_block(self, answer, device):
+        """One block used as several layers, as ALBERT does: two calls, so 2 + 2 runs."""
+        shared = Nest()
+        model = nn.Sequential(nn.Sequential(shared), nn.Tanh(), nn.Sequential(shared)).to(device)
+        runs = Runs([shared.up])
+        cause = "places are counted, not blocks"
+        check_equal(answer.checkpoint_blocks(model, Nest), 1, "blocks", cause=cause)
+        back(model(torch.randn(3, WIDTH, device=device)))
+        cause = "the block is checkpointed once for every place, one checkpoint within another"
+        check_equal(runs.counts, [4], "runs of the block", cause=cause)
+
+    @pytest.mark.survives
+    def test_hooks_of_a_block_run_as_they_did(self, answer, device):
+        """Once for each call and not in the recomputation, those from before and from after."""
+        model, x = host(device)
+        seen: list[str] = []
+
+        def hook_on(block: nn.Module, name: str) -> None:
+            block.register_forward_pre_hook(lambda *_: seen.append(f"before {name}"))
+            block.register_forward_hook(lambda *_: seen.append(f"after {name}"))
+
+        hook_on(model.blocks[0], "an old block")
+        plain = copy.deepcopy(model)
+        for module in (model, plain):
+            scaled = module.blocks[2]
+            scaled.register_forward_hook(lambda _, args, out: (out[0] * 1.5, out[1]))
+        answer.checkpoint_blocks(model, model.mixer)
+        hook_on(model.blocks[1], "a new block")
+        got = step(model, lambda: model(x))
+        want = [f"{when} {which} block" for which in ("an old", "a new") for when in _AROUND]
+        cause = "the recomputation calls the block, hooks and all; or hooks are lost"
+        check_equal(seen, want, "hooks that ran", cause=cause)
+        cause = "a hook that changes the result is lost, or runs twice"
+        check_same(got, step(plain, lambda: plain(x)), cause=cause)
+
+    @pytest.mark.survives
+    @KEEPS
+    def test_a_deep_copy_checkpoints_its_own_blocks(self, answer, device, dear):
+        """facebookresearch/fairscale#816: the copy of a patched block calls the original."""
+        model, x = host(device)
+        plain = copy.deepcopy(model)
+        answer.checkpoint_blocks(model, model.mixer, keep=answer.DEAR if dear else ())
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for p, q in zip(twin.parameters(), plain.parameters(), strict=True):
+                p.mul_(1.5)
+                q.mul_(1.5)
+        runs = host_runs(twin)
+        model.eval()  # which is no business of the copy
+        cause = "a closure, which deepcopy does not copy, still holds the original block"
+        got = step(twin, lambda: twin(x), cause=cause)
+        check_same(got, step(plain, lambda: plain(x)), cause=cause)
+        check(
+            all(p.grad is None for p in model.parameters()),
+            expected="no gradient on the original",
+            got="gradients on the original",
+            cause=cause,
+        )
+        check_equal(runs.counts, 3 * [2], "runs of each block of the copy", cause=cause)
+
+    @pytest.mark.survives
+    @KEEPS
+    def test_calls_of_a_block_do_not_share_what_they_keep(self, answer, device, dear):
+        model, x = host(device)
+        plain = copy.deepcopy(model)
+        answer.checkpoint_blocks(model, model.mixer, keep=answer.DEAR if dear else ())
+        other = x.flip(0) * 0.5
+        cause = "calls of a block share their contexts, or overwrite what the first one kept"
+        got = step(model, lambda: torch.cat([model(x), model(other)]), cause=cause)
+        check_same(got, step(plain, lambda: torch.cat([plain(x), plain(other)])), cause=cause)
+
+    @pytest.mark.survives
+    @KEEPS
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    def test_blocks_recompute_in_the_precision_of_their_forward_pass(
+        self, answer, device, dtype, dear
+    ):
+        model, x = transformer(device, 2)
+        plain = copy.deepcopy(model)
+        answer.checkpoint_blocks(model, Block, keep=answer.DEAR if dear else ())
+
+        def forward(module: nn.Module) -> torch.Tensor:
+            with torch.autocast(device.type, dtype):
+                return module(x)
+
+        cause = "the recomputation runs without autocast, or with its default dtype"
+        got, want = (step(m, lambda m=m: forward(m), cause=cause) for m in (model, plain))
+        check_same(got, want, cause=cause, exact=device.type == "cpu")
+
+    @pytest.mark.survives
+    @KEEPS
+    @pytest.mark.parametrize("case", ["moving_average", "cumulative", "in_eval_mode", "untracked"])
+    def test_batch_normalisation_counts_each_batch_once(self, answer, device, case, dear):
+        """Running mean, variance and number of batches, after each pass of two steps.
+
+        pytorch/pytorch#96136: the recomputation counts the batch again. facebookresearch/fairscale
+        #1035: it is counted in the backward pass only, which a forward pass in between would miss.
+        """
+        momentum = None if case == "cumulative" else 0.3
+        model = nn.Sequential(*[Normed(momentum, tracked=case != "untracked") for _ in range(2)])
+        model.to(device)
+        if case == "in_eval_mode":  # frozen statistics that are not the initial ones
+            model(torch.randn(7, WIDTH, 3, device=device) + 1)
+            for block in model:
+                block.norm1.eval()
+        plain = copy.deepcopy(model)
+        answer.checkpoint_blocks(model, Normed, keep=answer.DEAR if dear else ())
+        for number in (1, 2):
+            x = torch.randn(4, WIDTH, 5, device=device) * number
+            model.zero_grad()
+            plain.zero_grad()
+            mine, true = model(x), plain(x)
+            cause = "the forward pass does not update the statistics, or not as it should"
+            check_same(statistics(model), statistics(plain), cause=cause)
+            check_equal(mine.detach(), true.detach(), f"output of step {number}", cause=cause)
+            otherwise = "a norm does something else in the recomputation than in the forward pass:"
+            otherwise += " it takes running statistics for the batch's, or the batch's in eval"
+            otherwise += " mode, or has none, where the forward pass had saved some"
+            back(mine, cause=otherwise)
+            back(true)
+            cause = "the recomputation updates the statistics again, or leaves changed ones behind"
+            check_same(statistics(model), statistics(plain), cause=cause)
+            grads, wants = (
+                {f"gradient of {n}": p.grad for n, p in m.named_parameters()}
+                for m in (model, plain)
+            )
+            check_same(grads, wants, cause=otherwise, exact=device.type == "cpu")
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize("first", ["all", "one_block"])
+    def test_refuses_a_second_call_and_changes_nothing(self, answer, device, first):
+        """Also where only one of the blocks has been through it: the others stay as they are."""
+        model, x = host(device)
+        part = model if first == "all" else model.stages["late"]
+        answer.checkpoint_blocks(part, model.mixer)
+        check_raises(
+            lambda: answer.checkpoint_blocks(model, model.mixer),
+            ValueError,
+            when="for a model of which one block, or all, have been through it",
+        )
+        runs = host_runs(model)
+        back(model(x))
+        want = 3 * [2] if first == "all" else [1, 1, 2]
+        cause = "blocks are checkpointed twice, or before the others have been looked at"
+        check_equal(runs.counts, want, "runs of each block after the refused call", cause=cause)
+
+    @pytest.mark.survives
+    def test_refuses_a_model_without_such_blocks(self, answer, device):
+        check_raises(
+            lambda: answer.checkpoint_blocks(host(device)[0], Nest),
+            ValueError,
+            mentions=["Nest"],
+            when="for a Host, which has Mixer blocks and no Nest",
+        )
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize(
+        ("bad", "named"),
+        [("Mixer", "Mixer"), (int, "int"), (nn.Linear(3, 2), "Linear")],
+        ids=["a_name", "no_module", "a_module"],
+    )
+    def test_refuses_what_is_no_class_of_modules(self, answer, device, bad, named):
+        check_raises(
+            lambda: answer.checkpoint_blocks(host(device)[0], bad),
+            TypeError,
+            mentions=[named],
+            when=f"for block_type={bad!r}",
+        )
+
+    @pytest.mark.survives
+    def test_refuses_to_keep_what_is_no_overload_and_changes_nothing(self, answer, device):
+        """pytorch/pytorch#176065: aten.mm, without .default, matches no operation."""
+        model, x = host(device)
+        keep = [torch.ops.aten.mm.default, torch.ops.aten.addmm]
+        check_raises(
+            lambda: answer.checkpoint_blocks(model, model.mixer, keep=keep),
+            TypeError,
+            mentions=["aten.addmm"],
+            when="for keep with torch.ops.aten.addmm, which is no overload",
+        )
+        runs = host_runs(model)
+        refused = ""
+        try:
+            back(model(x))
+        except ValueError as error:  # of the selection, at the first call of a block
+            refused = str(error)
+        cause = "keep is looked at when the blocks have been changed already"
+        check_equal(refused, "", "error of the model after the refused call", cause=cause)
+        check_equal(runs.counts, 3 * [1], "runs of each block after the refused call", cause=cause)
+
+
+_AROUND = ("before", "after")

@@ -1,0 +1,142 @@
+"""What the parts of gradient_accumulation share: data, gradients as a vector, one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kit.ruler import measure
+from kit.toys import mlp
+from kit.verdict import check, fail, show
+
+Batch = tuple[Tensor, Tensor]
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def regression(device: torch.device, *sizes: int) -> tuple[nn.Sequential, list[Batch]]:
+    """A small model, and micro-batches of these numbers of samples; each has targets of its own.
+
+    The targets of micro-batch n lie around 2 n, so that no two have similar gradients.
+    """
+    generator = torch.Generator().manual_seed(3)
+    batches = [
+        (torch.randn(size, 7, generator=generator), torch.randn(size, 5, generator=generator))
+        for size in sizes
+    ]
+    torch.manual_seed(3)
+    model = mlp(7, 13, 5, device=device)
+    return model, [(x.to(device), y.to(device) + 2 * n) for n, (x, y) in enumerate(batches)]
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The window in one batch."""
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def gradient(model: nn.Module, loss: Tensor) -> Tensor:
+    """The gradient of `loss` as one vector; the model's own gradients are left alone."""
+    return flat(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def gradient_in(model: nn.Module) -> Tensor:
+    """The gradient that the model's parameters hold, as one vector; each must have one."""
+    __tracebackhide__ = True
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    check(
+        not missing,
+        expected="the window's gradients in place after the step",
+        got=f"None for {', '.join(missing)}",
+        cause="gradients are cleared after the step, or a graph was cut on the way to them",
+    )
+    return flat([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def check_no_gradients(model: nn.Module, cause: str) -> None:
+    """Fail unless every parameter's grad is None."""
+    __tracebackhide__ = True
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    expected = "grad None in every parameter"
+    check(not left, expected=expected, got=f"one in {', '.join(left)}", cause=cause)
+
+
+def is_near(got: Tensor, want: Tensor, rtol: float = 1e-5) -> bool:
+    """Whether two vectors differ by no more than `rtol` of the length of the second."""
+    error = (got.double() - want.double()).norm()
+    return bool(error <= rtol * want.double().norm() + 1e-30)
+
+
+def check_vector(
+    got: Tensor,
+    want: Tensor,
+    what: str,
+    *,
+    guesses: Mapping[str, Tensor],
+    otherwise: str,
+    rtol: float = 1e-5,
+) -> None:
+    """Fail unless the vectors are near; the cause is the guess that explains what came."""
+    __tracebackhide__ = True
+    if is_near(got, want, rtol):
+        return
+    fits = [cause for cause, guess in guesses.items() if is_near(got, guess, 1e-3 + rtol)]
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    fail(
+        expected=f"{what} = {show(want)}",
+        got=f"{show(got)}; off by {100 * error.item():.3g} % of its length",
+        cause=fits[0] if fits else otherwise,
+    )
+
+
+def count_steps(optimizer: torch.optim.Optimizer) -> list[int]:
+    """A list that grows by one entry with every step of the optimizer."""
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    return steps
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """What one set of gradients takes: each rounded up to 512 bytes, as the ruler counts."""
+    return sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+
+
+def deep_model(device: torch.device, count: int) -> tuple[nn.Module, list[Batch]]:
+    """A model in which activations dominate, and `count` micro-batches of 256 rows.
+
+    Four hidden layers of 96 are 4 * 256 * 96 * 4 = 0.39 MB; the gradients are a third of that.
+    """
+    inputs = torch.randn(count, 256, 24, device=device)
+    targets = torch.randn(count, 256, 8, device=device)
+    model = mlp(24, 96, 96, 96, 96, 8, device=device)
+    return model, list(zip(inputs, targets, strict=True))
+
+
+def one_micro_batch(
+    model: nn.Module, batch: Batch, loss_fn: LossFn, dtype: torch.dtype = torch.float32
+) -> int:
+    """Bytes at the peak of one forward and backward pass, one set of gradients included.
+
+    The gradients are there before it, as they are from the second micro-batch of a window on. They
+    are gone again afterwards.
+    """
+    device = batch[0].device
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = loss_fn(model(batch[0]).float(), batch[1])
+        loss.backward()
+
+    peak = measure(step, device, known=[model, *batch]).above_baseline
+    model.zero_grad()
+    return peak + gradient_bytes(model)
