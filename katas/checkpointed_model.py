@@ -60,10 +60,10 @@ class LargeModel(nn.Module):
     """`num_layers` MemoryIntensiveBlocks in the ModuleList `layers`, one after another.
 
     Part 1. In training mode with gradients on, and if `use_checkpoint`, each block is checkpointed:
-    what is held between forward and backward is its input, and its forward runs exactly once more,
-    in the backward pass. In eval mode and under torch.no_grad() every block runs once. Peak above
-    the baseline, with the gradients in place and `segment_size` 1:
-    `(num_layers + 2) inputs + 1 inside`.
+    what is held between forward and backward is its input, and after the backward pass nothing; its
+    forward runs exactly once more, in the backward pass (where no gradient passes it may be left
+    out). In eval mode and under torch.no_grad() every block runs once. Peak above the baseline,
+    with the gradients in place and `segment_size` 1: `(num_layers + 2) inputs + 1 inside`.
 
     Part 2. Checkpointing changes no bit: output and gradients, with dropout; the random stream
     afterwards; under autocast; for an input that requires no gradient; for a mask; with frozen
@@ -133,15 +133,16 @@ def checkpoint_blocks(
     A block is a submodule of `block_type` (or of a class derived from it) that is not inside
     another one; one that the model holds in several places is one block. From now on its forward is
     recomputed in the backward pass when the block is in training mode and gradients are on; at
-    other times nothing changes. It may take and return anything, positional and by keyword, but
-    changes nothing that it is given (a key-value cache is switched off in training). No bit
-    changes, no key of state_dict() changes, the block's own hooks run as they did, its class and
-    other models of that class stay as they are, and a deep copy of the model checkpoints its own
-    blocks.
+    other times nothing changes. It may take and return anything, positional and by keyword of any
+    name, but changes nothing that it is given (a key-value cache is switched off in training). No
+    bit changes, no key of state_dict() changes, the block's own hooks run as they did, and so does
+    a forward that somebody has put on the block itself; its class and other models of that class
+    stay as they are, and a deep copy of the model checkpoints its own blocks.
 
     Selective recomputation: results of the operations in `keep` (such as DEAR) are held, and only
     the others are recomputed. That costs fewer FLOPs than recomputing all and holds fewer bytes
-    than holding all.
+    than holding all. Not asked for: operations in `keep` that draw random numbers when they are
+    called, and a block that is called more than once in one autocast region.
 
     Batch normalisation inside a block updates its running statistics once, in the forward pass,
     and not again in the recomputation.
@@ -158,9 +159,10 @@ def checkpoint_blocks(
         TypeError: block_type is no class of modules, or something in `keep` is no overload (such
             as torch.ops.aten.mm); names it.
         ValueError: the model contains no such block (names the class), or has been through this
-            for one of them before. After any error nothing has been changed.
+            for one of them before (for blocks of another class it may have been). After any error
+            nothing has been changed.
     """
     raise NotImplementedError
 
 
-# untouched stub 45a75250b60c
+# untouched stub 45b013a1f676

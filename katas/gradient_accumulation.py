@@ -48,8 +48,9 @@ def accumulate(
     before do not count, and a parameter that gets none in this window is not stepped. The window's
     gradients are still in place after the step.
 
-    The model runs once on each micro-batch. At any moment there are the activations of one
-    micro-batch and one set of gradients: the peak does not depend on the number of micro-batches.
+    The model runs once on each micro-batch, in the mode (train or eval) that it is in; the data are
+    only read. At any moment there are the activations of one micro-batch and one set of gradients:
+    the peak does not depend on the number of micro-batches.
 
     Args:
         model: from inputs to one output tensor (samples, ...).
@@ -63,7 +64,7 @@ def accumulate(
 
     Raises:
         ValueError: no micro-batch; one that is no pair, is empty, or whose parts differ in length.
-            Names the lengths, and nothing has been changed.
+            Names the lengths (0 where there is no micro-batch), and nothing has been changed.
     """
     raise NotImplementedError
 
@@ -82,7 +83,8 @@ def accumulate_tokens(
 
     A token counts once wherever it stands: the loss is the sum over the window's labelled tokens,
     divided by their number. Micro-batches, and the sequences in them, have different numbers of
-    labelled tokens; a micro-batch may have none. Otherwise as `accumulate`.
+    labelled tokens; a micro-batch may have none (and may then be left out). Otherwise as
+    `accumulate`.
 
     Args:
         model: from inputs (samples, length), int64, to logits (samples, length, classes).
@@ -95,8 +97,8 @@ def accumulate_tokens(
         The mean loss over the window's labelled tokens, a scalar without a graph.
 
     Raises:
-        ValueError: no micro-batch, or none with a labelled token; inputs and targets of different
-            shapes, or empty. Names the numbers or shapes, and nothing has been changed.
+        ValueError: no micro-batch, or none with a labelled token; one that is no pair, is empty, or
+            whose parts differ in shape. Names the numbers or shapes, and nothing has been changed.
     """
     raise NotImplementedError
 
@@ -126,9 +128,10 @@ def train_epoch(
 
     Micro-batches are taken from the iterator as they are needed: none of the next window before
     this one has stepped. When the epoch ends, by an error too, none of its gradients is left:
-    `grad` is None in the optimizer's parameters. Windows that were finished count, and an
-    unfinished one has not stepped. At any moment there are the activations of one micro-batch and
-    one set of gradients, whatever the window and the number of windows.
+    `grad` is None in the optimizer's parameters (if no window was finished, it may be what it was
+    before). Windows that were finished count, and an unfinished one has not stepped. The model runs
+    once on each micro-batch. At any moment there are the activations of one micro-batch and one set
+    of gradients, whatever the window and the number of windows.
 
     Args:
         model: from inputs to one output tensor (samples, ...).
@@ -146,9 +149,9 @@ def train_epoch(
 
     Raises:
         ValueError: a window below 1, another dtype, float16 without a scaler or a scaler without
-            float16, a max_norm that is not positive, no micro-batch at all; names the value, and
-            nothing has been changed. A bad micro-batch (as in `accumulate`) ends the epoch, and
-            its window does not step.
+            float16, a max_norm that is not positive, no micro-batch at all; names the value
+            (0 micro-batches), and nothing has been changed. A bad micro-batch (as in `accumulate`)
+            ends the epoch, and its window does not step.
     """
     raise NotImplementedError
 
@@ -203,9 +206,9 @@ def accumulate_on_ranks(
     Raises:
         ValueError: on every rank, so that none is left waiting: a rank with no micro-batch or with
             a bad one (as in `accumulate_tokens`), or no labelled token on any rank. Nothing has
-            been changed. The rank with the bad window names what is bad.
+            been changed. The rank with the bad window names what is bad, as in `accumulate_tokens`.
     """
     raise NotImplementedError
 
 
-# untouched stub b5620d53c3f0
+# untouched stub 896752618670

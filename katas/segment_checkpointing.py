@@ -22,33 +22,45 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
     The forward pass runs without a graph. The backward pass runs `function` again, with a graph,
-    and then backward through it. Loss and gradients are those of `function(*args)` to the bit.
+    and then backward through it. Loss and gradients are those of `function(*args)` to the bit. Only
+    the sum of several gradients of one tensor may be formed in another order, and for an argument
+    under autocast in another dtype. What `function` changes besides, such as the statistics of
+    batch norm, it changes twice.
 
     Part 1. `function` takes tensors and returns one. Gradients reach the arguments that require
     them and everything that `function` uses besides: the parameters of a module, and any other
-    leaf. An output of floating point requires a gradient even where no argument does, as the
-    first layer's input does not; only under torch.no_grad() there is no graph at all, and one
-    forward pass. A tensor may be given twice.
+    leaf. They do so even where no argument requires one, as the first layer's input does not; only
+    under torch.no_grad() and torch.inference_mode() there is no graph at all, and one forward pass.
+    A function that is frozen stops nothing. A tensor may be given twice. Until the backward pass is
+    over the arguments are kept, and nothing that was computed from them.
 
     Part 2. What makes the second run equal the first:
 
     - the random state of the cpu and of the arguments' CUDA devices: dropout drops the same, and
       the stream after the backward pass goes on as if nothing had run twice;
-    - autocast as it was in the forward pass: on or off, and its dtype, for cpu and cuda;
-    - arguments that are no tensors are handed on as they are; integer tensors have no gradient;
+    - autocast as it was in the forward pass: on or off, its dtype, for cpu and cuda, and its cache
+      (a weight that is used twice is cast once); the backward pass is outside of it;
+    - arguments that are no tensors are handed on as they are; tensors require a gradient where
+      they did, and integer tensors have none;
     - `function` may return a tuple; items that are no tensors come through, an output that the
-      loss does not use gets no gradient;
+      loss does not use gets no gradient; a parameter or buffer may be among them, and stays what
+      it is;
     - a checkpoint may stand inside the function of another;
-    - backward with retain_graph=True may be called again.
+    - backward with retain_graph=True may be called again;
+    - an error in either run reaches the caller; the random stream goes on as if there had been no
+      second run.
 
     Tensors that need a gradient and are computed by other operations must be arguments themselves,
     not hidden in a list or used from outside.
 
     Raises:
         RuntimeError: an argument was changed in place, by `function` (raised by the forward pass)
-            or later (raised by the backward pass): the second run would see other values.
-            torch.autograd.grad(), or backward() with inputs=, in which the parameters inside could
-            not get theirs (torch.autograd._is_checkpoint_valid() tells). A second derivative.
+            or later (raised by the backward pass): the second run would see other values. Also
+            what would come out wrong without a word, if its path leads through the checkpoint:
+            torch.autograd.grad() and backward() with inputs= (known by
+            torch.autograd._is_checkpoint_valid()), and a second derivative (raised when it is
+            taken, or before by backward() with create_graph=True). Unless their gradients are
+            right.
     """
     raise NotImplementedError
 
@@ -68,7 +80,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
     activations of the largest one.
 
     Args:
-        layers: each from a tensor to a tensor.
+        layers: each from a tensor to a tensor, without changing its input in place.
         x: the input of the first; it need not require a gradient.
         segments: from 1 (nothing is checkpointed) to the number of layers.
 
@@ -117,17 +129,19 @@ def backward_with_snapshots(
 ) -> Tensor:
     """Forward and backward through `layers` with at most `snapshots` layer inputs kept at a time.
 
-    Gradients are accumulated as by `loss_fn(layers(x)).backward()`, to the bit: into the layers'
-    parameters and, if `x` requires one, into `x` or what it was computed from. Layers run
+    Gradients are accumulated as by `loss_fn(layers(x)).backward()`, to the bit: into the parameters
+    of the layers and of `loss_fn` and, if `x` requires one, into `x` or what it was computed from.
+    (Where a tensor gets several, they may be added in another order.) Layers run
     `len(layers) + fewest_extra_steps(len(layers), snapshots)` times in all, `loss_fn` once. Layers
     with dropout drop the same each time they run, and the random stream goes on afterwards as if
-    every layer had run once.
+    every layer had run once. Other things that a layer changes, such as the statistics of batch
+    norm, it changes each time. It may be called under autocast.
 
     Peak above the baseline, with the gradients in place: `snapshots` activations, and what one
-    layer's forward and backward hold.
+    layer's forward and backward hold. Afterwards nothing is held but the loss.
 
     Args:
-        layers: each from a tensor to a tensor.
+        layers: each from a tensor to a tensor, without changing its input in place.
         x: the input of the first; it counts as a snapshot.
         loss_fn: from the last layer's output to a scalar.
         snapshots: at least 1; more than there are layers is as good as one a layer.
@@ -141,4 +155,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub 32988d1b27cd
+# untouched stub cc71fb0f5b49

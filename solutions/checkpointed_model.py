@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,10 +73,10 @@ class LargeModel(nn.Module):
     """`num_layers` MemoryIntensiveBlocks in the ModuleList `layers`, one after another.
 
     Part 1. In training mode with gradients on, and if `use_checkpoint`, each block is checkpointed:
-    what is held between forward and backward is its input, and its forward runs exactly once more,
-    in the backward pass. In eval mode and under torch.no_grad() every block runs once. Peak above
-    the baseline, with the gradients in place and `segment_size` 1:
-    `(num_layers + 2) inputs + 1 inside`.
+    what is held between forward and backward is its input, and after the backward pass nothing; its
+    forward runs exactly once more, in the backward pass (where no gradient passes it may be left
+    out). In eval mode and under torch.no_grad() every block runs once. Peak above the baseline,
+    with the gradients in place and `segment_size` 1: `(num_layers + 2) inputs + 1 inside`.
 
     Part 2. Checkpointing changes no bit: output and gradients, with dropout; the random stream
     afterwards; under autocast; for an input that requires no gradient; for a mask; with frozen
@@ -186,15 +187,16 @@ def checkpoint_blocks(
     A block is a submodule of `block_type` (or of a class derived from it) that is not inside
     another one; one that the model holds in several places is one block. From now on its forward is
     recomputed in the backward pass when the block is in training mode and gradients are on; at
-    other times nothing changes. It may take and return anything, positional and by keyword, but
-    changes nothing that it is given (a key-value cache is switched off in training). No bit
-    changes, no key of state_dict() changes, the block's own hooks run as they did, its class and
-    other models of that class stay as they are, and a deep copy of the model checkpoints its own
-    blocks.
+    other times nothing changes. It may take and return anything, positional and by keyword of any
+    name, but changes nothing that it is given (a key-value cache is switched off in training). No
+    bit changes, no key of state_dict() changes, the block's own hooks run as they did, and so does
+    a forward that somebody has put on the block itself; its class and other models of that class
+    stay as they are, and a deep copy of the model checkpoints its own blocks.
 
     Selective recomputation: results of the operations in `keep` (such as DEAR) are held, and only
     the others are recomputed. That costs fewer FLOPs than recomputing all and holds fewer bytes
-    than holding all.
+    than holding all. Not asked for: operations in `keep` that draw random numbers when they are
+    called, and a block that is called more than once in one autocast region.
 
     Batch normalisation inside a block updates its running statistics once, in the forward pass,
     and not again in the recomputation.
@@ -211,7 +213,8 @@ def checkpoint_blocks(
         TypeError: block_type is no class of modules, or something in `keep` is no overload (such
             as torch.ops.aten.mm); names it.
         ValueError: the model contains no such block (names the class), or has been through this
-            for one of them before. After any error nothing has been changed.
+            for one of them before (for blocks of another class it may have been). After any error
+            nothing has been changed.
     """
     if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
         raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
@@ -250,9 +253,9 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.block.training:
             return self.forward(*args, **kwargs)
-        return checkpoint(
-            self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
-        )
+        # Bound first: checkpoint() would take a keyword argument such as `debug` for its own.
+        run = partial(self.forward, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What is entered around the forward pass, and around its recomputation."""
@@ -275,7 +278,7 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 def _statistics_held(block: nn.Module) -> Iterator[None]:
     """Let batch normalisation update copies of its running statistics, which are then dropped."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
-    kept = [dict(norm.named_buffers(recurse=False)) for norm in norms]
+    kept = [dict(norm.named_buffers()) for norm in norms]
     for norm, buffers in zip(norms, kept, strict=True):
         for name, buffer in buffers.items():
             setattr(norm, name, buffer.clone())

@@ -26,7 +26,10 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
     The forward pass runs without a graph. The backward pass runs `function` again, with a graph,
-    and then backward through it. Loss and gradients are those of `function(*args)` to the bit.
+    and then backward through it. Loss and gradients are those of `function(*args)` to the bit. Only
+    the sum of several gradients of one tensor may be formed in another order, and for an argument
+    under autocast in another dtype. What `function` changes besides, such as the statistics of
+    batch norm, it changes twice.
 
     Part 1. `function` takes tensors and returns one. Gradients reach the arguments that require
     them and everything that `function` uses besides: the parameters of a module, and any other
@@ -39,10 +42,13 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
     - the random state of the cpu and of the arguments' CUDA devices: dropout drops the same, and
       the stream after the backward pass goes on as if nothing had run twice;
-    - autocast as it was in the forward pass: on or off, and its dtype, for cpu and cuda;
-    - arguments that are no tensors are handed on as they are; integer tensors have no gradient;
+    - autocast as it was in the forward pass: on or off, its dtype, for cpu and cuda, and its cache
+      (a weight that is used twice is cast once); the backward pass is outside of it;
+    - arguments that are no tensors are handed on as they are; tensors require a gradient where
+      they did, and integer tensors have none;
     - `function` may return a tuple; items that are no tensors come through, an output that the
-      loss does not use gets no gradient;
+      loss does not use gets no gradient; a parameter or buffer may be among them, and stays what
+      it is;
     - a checkpoint may stand inside the function of another;
     - backward with retain_graph=True may be called again;
     - an error in either run reaches the caller; the random stream goes on as if there had been no
@@ -54,9 +60,11 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         RuntimeError: an argument was changed in place, by `function` (raised by the forward pass)
             or later (raised by the backward pass): the second run would see other values. Also
-            what would come out wrong without a word: torch.autograd.grad(), and backward() with
-            inputs= (torch.autograd._is_checkpoint_valid() tells) or with create_graph=True,
-            unless their gradients are right.
+            what would come out wrong without a word, if its path leads through the checkpoint:
+            torch.autograd.grad() and backward() with inputs= (known by
+            torch.autograd._is_checkpoint_valid()), and a second derivative (raised when it is
+            taken, or before by backward() with create_graph=True). Unless their gradients are
+            right.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -76,10 +84,12 @@ class _Checkpoint(torch.autograd.Function):
         ctx.function, ctx.args = function, [None if isinstance(a, Tensor) else a for a in args]
         ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.random, ctx.autocast = _RandomState(tensors), _AutocastState()
-        with ctx.autocast.restored():
+        with ctx.autocast.restored(keep_casts=False):
             outputs = function(*args)
         if [tensor._version for tensor in tensors] != versions:
             raise RuntimeError("the checkpointed function changes an argument in place")
+        # A parameter that is returned as it is would get this node for its history.
+        outputs = _detached(outputs)
         # Not ctx.args = args: saved tensors are checked for changes in place, and are freed.
         ctx.save_for_backward(*tensors)
         return outputs
@@ -105,6 +115,12 @@ class _Checkpoint(torch.autograd.Function):
             # backward, not grad: the parameters inside accumulate theirs.
             torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
         return None, None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
+
+
+def _detached(outputs: Any) -> Any:
+    if isinstance(outputs, tuple):
+        return tuple(_detached(output) for output in outputs)
+    return outputs.detach() if isinstance(outputs, Tensor) else outputs
 
 
 class _RandomState:
@@ -137,15 +153,17 @@ class _AutocastState:
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
             for device in devices
         ]
+        self.caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, *, keep_casts: bool = True) -> Iterator[None]:
+        # Autocast keeps the weights that it has cast until its block ends. In torch 2.6 one that
+        # was cast without a graph is then found by a run that needs the graph, and gets no gradient
+        # (pytorch#112583). So a run without a graph may leave none behind.
+        caches = self.caches and keep_casts
         with ExitStack() as stack:
             for device, dtype, enabled in self.settings:
-                # Autocast keeps the weights that it has cast until its block ends. In torch 2.6
-                # one that was cast without a graph is then found by a run that needs the graph,
-                # and gets no gradient (pytorch#112583). So no run here leaves any behind.
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=caches))
             yield
 
 
@@ -164,7 +182,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
     activations of the largest one.
 
     Args:
-        layers: each from a tensor to a tensor.
+        layers: each from a tensor to a tensor, without changing its input in place.
         x: the input of the first; it need not require a gradient.
         segments: from 1 (nothing is checkpointed) to the number of layers.
 
@@ -264,14 +282,16 @@ def backward_with_snapshots(
 ) -> Tensor:
     """Forward and backward through `layers` with at most `snapshots` layer inputs kept at a time.
 
-    Gradients are accumulated as by `loss_fn(layers(x)).backward()`, to the bit: into the layers'
-    parameters and, if `x` requires one, into `x` or what it was computed from. Layers run
+    Gradients are accumulated as by `loss_fn(layers(x)).backward()`, to the bit: into the parameters
+    of the layers and of `loss_fn` and, if `x` requires one, into `x` or what it was computed from.
+    (Where a tensor gets several, they may be added in another order.) Layers run
     `len(layers) + fewest_extra_steps(len(layers), snapshots)` times in all, `loss_fn` once. Layers
     with dropout drop the same each time they run, and the random stream goes on afterwards as if
-    every layer had run once. It may be called under autocast.
+    every layer had run once. Other things that a layer changes, such as the statistics of batch
+    norm, it changes each time. It may be called under autocast.
 
     Peak above the baseline, with the gradients in place: `snapshots` activations, and what one
-    layer's forward and backward hold.
+    layer's forward and backward hold. Afterwards nothing is held but the loss.
 
     Args:
         layers: each from a tensor to a tensor, without changing its input in place.
@@ -287,7 +307,7 @@ def backward_with_snapshots(
     """
     _check_schedule(len(layers), snapshots)
     sweep = _Sweep(layers, loss_fn)
-    with _AutocastState().restored():
+    with _AutocastState().restored(keep_casts=False):
         sweep.reverse(0, len(layers), x, _RandomState([x]), snapshots)
     if x.requires_grad:
         torch.autograd.backward(x, sweep.grad)
@@ -300,7 +320,7 @@ class _Sweep:
 
     loss: Tensor
     random: _RandomState  # after every layer has run once
-    grad: Tensor | None = None  # of the loss by the input of the layer that was done last
+    grad: Tensor | None  # of the loss by the input of the layer that was done last
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable[[Tensor], Tensor]) -> None:
         self.layers, self.loss_fn = layers, loss_fn

@@ -16,9 +16,9 @@ CHECKED = (
 )
 UPDATE = "        update: Tensor = self.down(self.dropout(self.relu(self.up(x))))\n"
 PATCH = "        block.forward = _Checkpointed(block, block.forward, keep)\n"
-CALL = """        return checkpoint(
-            self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
-        )
+CALL = """        # Bound first: checkpoint() would take a keyword argument such as `debug` for its own.
+        run = partial(self.forward, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
 """
 TRAINING = """        if not self.block.training:
             return self.forward(*args, **kwargs)
@@ -34,7 +34,7 @@ HELD = """    try:
                 setattr(norm, name, buffer)
 """
 ENTER = """    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
-    kept = [dict(norm.named_buffers(recurse=False)) for norm in norms]
+    kept = [dict(norm.named_buffers()) for norm in norms]
     for norm, buffers in zip(norms, kept, strict=True):
         for name, buffer in buffers.items():
             setattr(norm, name, buffer.clone())
@@ -93,6 +93,61 @@ SIMPLE_SEGMENT = (SEGMENT, "            x = _run_checkpointed(segment, x, mask)\
 
 WRONG = [
     # Part 1
+    Wrong(
+        name="multiplies_by_the_mask",
+        belief="0 times anything is 0.",
+        caught_by="test_a_block_adds_its_feed_forward_to_its_input",
+        says="0 times infinity",
+        edits=(("update.masked_fill(~mask.unsqueeze(-1), 0.0)", "update * mask.unsqueeze(-1)"),),
+    ),
+    Wrong(
+        name="relu_as_a_function",
+        belief="A layer without weights is no child.",
+        caught_by="test_a_block_adds_its_feed_forward_to_its_input",
+        says="where the contract has a child",
+        edits=(
+            ("        self.relu = nn.ReLU()\n", ""),
+            ("self.relu(self.up(x))", "torch.relu(self.up(x))"),
+        ),
+    ),
+    Wrong(
+        name="another_default",
+        belief="Defaults are a matter of taste.",
+        caught_by="test_a_model_is_its_blocks_one_after_another",
+        says="that is another default",
+        edits=(("        dropout: float = 0.1,\n", "        dropout: float = 0.2,\n"),),
+    ),
+    Wrong(
+        name="frozen_blocks_plain",
+        belief="Without gradients of its own a block holds nothing.",
+        caught_by="test_recomputes_in_every_case[frozen_blocks]",
+        says="left out in this case",
+        edits=(
+            (
+                EACH,
+                "        if not any(p.requires_grad for p in block.parameters()):\n"
+                "            x = block(x, mask=mask)\n"
+                "            continue\n" + EACH,
+            ),
+        ),
+    ),
+    Wrong(
+        name="keeps_the_inputs_of_the_last_step",
+        belief="They are held by the checkpoints anyway.",
+        caught_by="test_holds_nothing_after_the_backward_pass[each_block]",
+        says="kept on the model",
+        edits=(
+            (
+                CHECKED,
+                "        self.seen: list[Tensor] = []\n"
+                "        if self.segment_size == 1:\n"
+                "            for block in blocks:\n"
+                "                self.seen.append(x)\n"
+                "                x = checkpoint(block, x, mask=mask, use_reentrant=False)\n"
+                "            return x\n",
+            ),
+        ),
+    ),
     Wrong(
         name="no_residual",
         belief="A block returns what its layers return.",
@@ -411,6 +466,18 @@ WRONG = [
         edits=(("x.shape[-1] != self.hidden_dim:", "x.shape[-1] < self.hidden_dim:"),),
     ),
     Wrong(
+        name="looks_at_shapes_in_training",
+        belief="Bad input comes in training.",
+        caught_by="test_refuses_wrong_shapes[mask_3_dims]",
+        says="in eval mode",
+        edits=(
+            (
+                "        self._check_shapes(x, mask)\n",
+                "        if self.training:\n            self._check_shapes(x, mask)\n",
+            ),
+        ),
+    ),
+    Wrong(
         name="a_mask_of_any_shape",
         belief="masked_fill checks the mask.",
         caught_by="test_refuses_wrong_shapes[mask_1_dim]",
@@ -676,7 +743,7 @@ WRONG = [
     Wrong(
         name="lambdas_in_the_constructor",
         belief="A lambda is copied with the model.",
-        caught_by="test_a_copy_is_a_model_of_its_own",
+        caught_by="test_a_copy_is_a_model_of_its_own[each_block]",
         says="still holds the original's blocks",
         edits=(
             (
@@ -692,7 +759,66 @@ WRONG = [
             ),
         ),
     ),
+    Wrong(
+        name="lambdas_made_in_the_first_step",
+        belief="What is not there before the first step is copied rightly.",
+        caught_by="test_a_copy_is_a_model_of_its_own[segments_of_2]",
+        says="in a first step",
+        edits=(
+            (
+                SEGMENTS,
+                "        if not hasattr(self, 'runs'):\n"
+                "            self.runs: dict[int, Any] = {}\n"
+                "        size = self.segment_size\n"
+                "        if size not in self.runs:\n"
+                "            self.runs[size] = [\n"
+                "                lambda x, mask, part=blocks[i : i + size]: _run_checkpointed(part, x, mask)\n"
+                "                for i in range(0, len(blocks), size)\n"
+                "            ]\n"
+                "        for run in self.runs[size]:\n"
+                "            x = checkpoint(run, x, mask, use_reentrant=False)\n",
+            ),
+        ),
+    ),
     # Part 3
+    Wrong(
+        name="small_models_only",
+        belief="Nobody has more than 200 layers.",
+        caught_by="test_is_the_square_root_of_a_square_number",
+        says="no square root",
+        edits=(
+            (
+                "    return min(range(1, num_layers + 1), key",
+                "    return min(range(1, min(num_layers, 20) + 1), key",
+            ),
+        ),
+    ),
+    Wrong(
+        name="no_segments_with_a_mask",
+        belief="A segment takes one input.",
+        caught_by="test_holds_one_input_a_segment_between_forward_and_backward[mask]",
+        says="in this case only",
+        edits=((CHECKED, CHECKED.replace("== 1:", "== 1 or mask is not None:")),),
+    ),
+    Wrong(
+        name="no_segments_under_autocast",
+        belief="Nested checkpoints lose autocast.",
+        caught_by="test_holds_one_input_a_segment_between_forward_and_backward[autocast]",
+        says="in this case only",
+        edits=(
+            (
+                CHECKED,
+                CHECKED.replace("== 1:", "== 1 or torch.is_autocast_enabled(x.device.type):"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="no_segments_without_a_gradient",
+        belief="A segment needs an input with a gradient.",
+        caught_by="test_holds_one_input_a_segment_between_forward_and_backward[x_without]",
+        says="in this case only",
+        edits=((CHECKED, CHECKED.replace("== 1:", "== 1 or not x.requires_grad:")),),
+    ),
     Wrong(
         name="the_whole_as_one_segment",
         belief="The fewer segments, the fewer inputs.",
@@ -889,6 +1015,234 @@ WRONG = [
     ),
     # Part 4
     Wrong(
+        name="frozen_blocks_are_no_blocks",
+        belief="A frozen block has nothing to recompute for.",
+        caught_by="test_recomputes_every_block_wherever_it_is",
+        says="leaves a frozen block out",
+        edits=(
+            (
+                BLOCKS,
+                BLOCKS
+                + "    blocks = [b for b in blocks if any(p.requires_grad for p in b.parameters())]\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="frozen_blocks_of_others_plain",
+        belief="A frozen block has nothing to recompute for, at each of its calls.",
+        caught_by="test_recomputes_every_block_wherever_it_is",
+        says="a frozen block is left out",
+        edits=(
+            (
+                "        if not self.block.training:\n",
+                "        if not (self.block.training and any(p.requires_grad for p in self.block.parameters())):\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="hands_on_tensors_only",
+        belief="What is recomputed depends on tensors.",
+        caught_by="test_a_block_may_take_and_return_anything",
+        says="only tensors are handed on",
+        edits=(
+            (
+                CALL,
+                "        kwargs = {k: v for k, v in kwargs.items() if not isinstance(v, str)}\n"
+                + CALL,
+            ),
+        ),
+    ),
+    Wrong(
+        name="keyword_arguments_of_the_checkpoint",
+        belief="checkpoint() hands all keyword arguments on.",
+        caught_by="test_keyword_arguments_may_have_any_name",
+        says="takes it for its own",
+        edits=(
+            (
+                CALL,
+                "        return checkpoint(\n"
+                "            self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs\n"
+                "        )\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_first_argument_comes_by_position",
+        belief="A block is called with its input first.",
+        caught_by="test_keyword_arguments_may_have_any_name",
+        says="something must come by position",
+        edits=(
+            (
+                "    def __call__(self, *args: Any, **kwargs: Any) -> Any:\n",
+                "    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:\n"
+                "        args = (x, *args)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="looks_for_dropout_modules",
+        belief="Random numbers are drawn by nn.Dropout.",
+        caught_by="test_a_block_may_take_and_return_anything",
+        says="draws other random numbers",
+        edits=(
+            (
+                CALL,
+                CALL.replace(
+                    "use_reentrant",
+                    "preserve_rng_state=any(isinstance(m, nn.Dropout) for m in self.block.modules()), use_reentrant",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="norms_among_the_children",
+        belief="A block's norms are its children.",
+        caught_by="test_batch_normalisation_counts_each_batch_once[moving_average-recompute_all]",
+        says="0.norm2.0.running_mean",
+        edits=(("for module in block.modules() if", "for module in block.children() if"),),
+    ),
+    Wrong(
+        name="leaves_other_forwards_alone",
+        belief="Who has put a forward on a block will know why.",
+        caught_by="test_a_forward_of_the_blocks_own_goes_on_running",
+        says="is left out",
+        edits=(
+            (
+                PATCH,
+                "        if 'forward' in vars(block):\n            continue\n" + PATCH,
+            ),
+        ),
+    ),
+    Wrong(
+        name="makes_the_input_of_a_block_require_a_gradient",
+        belief="If the checkpoint wants an input with a gradient, a block's can have one.",
+        caught_by="test_only_outermost_blocks_are_checkpointed",
+        says="to please the checkpoint",
+        edits=(
+            (
+                CALL,
+                "        for a in args:\n"
+                "            if isinstance(a, Tensor) and a.is_leaf and a.is_floating_point():\n"
+                "                a.requires_grad_()\n" + CALL,
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_forward_of_the_class",
+        belief="A block's forward is its class's.",
+        caught_by="test_a_forward_of_the_blocks_own_goes_on_running",
+        says="not the block's own",
+        edits=(
+            (
+                PATCH,
+                "        own = type(block).forward.__get__(block)\n"
+                "        block.forward = _Checkpointed(block, own, keep)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="every_forward_of_its_own_is_a_checkpoint",
+        belief="Nobody else puts a forward on an instance.",
+        caught_by="test_a_forward_of_the_blocks_own_goes_on_running",
+        says="checkpointed already",
+        raises=ValueError,
+        edits=(
+            ('isinstance(vars(block).get("forward"), _Checkpointed)', '"forward" in vars(block)'),
+        ),
+    ),
+    Wrong(
+        name="a_lambda_made_in_the_first_call",
+        belief="What is not there before the first step is copied rightly.",
+        caught_by="test_a_deep_copy_checkpoints_its_own_blocks",
+        says="a closure",
+        edits=(
+            (
+                CALL,
+                "        if not hasattr(self, 'run'):\n"
+                "            self.run = lambda *a, f=self.forward, **k: f(*a, **k)\n"
+                + CALL.replace("partial(self.forward", "partial(self.run"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="no_selection_under_autocast",
+        belief="Selection and autocast do not mix.",
+        caught_by="test_blocks_recompute_in_the_precision_of_their_forward_pass[bf16-keep_dear]",
+        says="not heeded under autocast",
+        edits=(
+            (
+                SELECT,
+                SELECT.replace("self.keep:", "self.keep and not torch.is_autocast_enabled('cpu'):"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="statistics_of_its_own_pass_put_back",
+        belief="After a backward pass the statistics are those that its forward pass left.",
+        caught_by="test_batch_normalisation_counts_each_batch_once[moving_average-recompute_all]",
+        says="of which there have been more",
+        edits=(
+            (
+                "        return keeping, _both(_statistics_held(self.block), replaying)",
+                "        norms = [m for m in self.block.modules() if isinstance(m, _BatchNorm)]\n"
+                "        found: dict[Tensor, Tensor] = {}\n"
+                "        return (\n"
+                "            _both(_at_the_end(lambda: found.update((b, b.clone()) for m in norms for b in m.buffers())), keeping),\n"
+                "            _both(_at_the_end(lambda: [setattr(b, 'data', old.clone()) for b, old in found.items()]), replaying),\n"
+                "        )",
+            ),
+            (
+                "@contextmanager\ndef _both(",
+                "@contextmanager\n"
+                "def _at_the_end(act: Callable[[], Any]) -> Iterator[None]:\n"
+                "    try:\n"
+                "        yield\n"
+                "    finally:\n"
+                "        act()\n\n\n"
+                "@contextmanager\ndef _both(",
+            ),
+        ),
+    ),
+    Wrong(
+        name="a_mark_on_the_model",
+        belief="A model goes through this once.",
+        caught_by="test_takes_blocks_of_two_classes_in_two_calls",
+        says="goes by the model",
+        edits=(
+            (
+                TWICE,
+                "    if any(hasattr(module, 'done') for module in model.modules()):\n"
+                "        raise ValueError('checkpointed already')\n",
+            ),
+            (PATCH, PATCH + "        block.done = True\n"),
+        ),
+    ),
+    Wrong(
+        name="a_tuple_of_classes",
+        belief="isinstance() takes several classes, and so does this.",
+        caught_by="test_refuses_what_is_no_class_of_modules[two_classes]",
+        says="not checked",
+        edits=(
+            (
+                "    if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):\n",
+                "    kinds = block_type if isinstance(block_type, tuple) else (block_type,)\n"
+                "    if not all(isinstance(k, type) and issubclass(k, nn.Module) for k in kinds):\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="refuses_packets_only",
+        belief="What is no packet is an overload.",
+        caught_by="test_refuses_to_keep_what_is_no_overload_and_changes_nothing[a_function]",
+        says="not checked",
+        edits=(
+            (
+                "not isinstance(op, torch._ops.OpOverload)",
+                "isinstance(op, torch._ops.OpOverloadPacket)",
+            ),
+        ),
+    ),
+    Wrong(
         name="three_levels_down",
         belief="Blocks are in a list of the model, or in a list of lists.",
         caught_by="test_recomputes_every_block_wherever_it_is",
@@ -1006,7 +1360,8 @@ WRONG = [
             (
                 CALL,
                 "        output = checkpoint(\n"
-                "            self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs\n"
+                "            partial(self.forward, **kwargs), *args,\n"
+                "            use_reentrant=False, context_fn=self._contexts,\n"
                 "        )\n"
                 "        return output[0] if isinstance(output, tuple) else output\n",
             ),
@@ -1447,9 +1802,9 @@ WRONG = [
         says="num_batches_tracked",
         edits=(
             (
-                "    kept = [dict(norm.named_buffers(recurse=False)) for norm in norms]\n",
+                "    kept = [dict(norm.named_buffers()) for norm in norms]\n",
                 "    kept = [\n"
-                "        {n: b for n, b in norm.named_buffers(recurse=False) if n.startswith('running')}\n"
+                "        {n: b for n, b in norm.named_buffers() if n.startswith('running')}\n"
                 "        for norm in norms\n"
                 "    ]\n",
             ),
@@ -1459,7 +1814,7 @@ WRONG = [
         name="one_kind_of_norm",
         belief="Batch normalisation is nn.BatchNorm1d.",
         caught_by="test_batch_normalisation_counts_each_batch_once[moving_average-recompute_all]",
-        says="0.norm2.running_mean",
+        says="0.norm2.0.running_mean",
         edits=(("if isinstance(module, _BatchNorm)]", "if isinstance(module, nn.BatchNorm1d)]"),),
     ),
     Wrong(
@@ -1470,7 +1825,7 @@ WRONG = [
         raises=AttributeError,
         edits=(
             (
-                "    kept = [dict(norm.named_buffers(recurse=False)) for norm in norms]\n",
+                "    kept = [dict(norm.named_buffers()) for norm in norms]\n",
                 "    kept = [\n"
                 "        {n: getattr(norm, n) for n in ('running_mean', 'running_var', 'num_batches_tracked')}\n"
                 "        for norm in norms\n"

@@ -22,6 +22,7 @@ TAIL_1 = (
 """
 )
 LOOP_1 = LOSS_1 + TAIL_1
+PAIR = "    if not isinstance(batch, (tuple, list)) or len(batch) != 2:\n"
 HELD = '    held = [p for g in optimizer.param_groups for p in g["params"]]\n'
 
 # Part 2
@@ -38,6 +39,8 @@ LOOP_2 = (
     return torch.stack(shares).sum()
 """
 )
+TOKENS_PAIR = """    inputs, targets = _pair(batch)
+    if inputs.shape"""
 CROSS_ENTROPY = """    return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
     )
@@ -74,6 +77,8 @@ SCHEDULE_3 = """        if scheduler is not None and not result.skipped:
 STEP_3 = """    scaler.step(optimizer)
     scaler.update()
 """
+
+STEPPED_3 = "        skipped = _step(optimizer, scaler)\n"
 
 # Part 4
 LOOP_4 = """        with model.no_sync() if number < len(micro_batches) else nullcontext():
@@ -442,10 +447,8 @@ WRONG = [
         caught_by="test_refuses_a_bad_last_micro_batch_before_anything_is_changed[triple]",
         says="no error",
         edits=(
-            (
-                "    inputs, targets = batch  # a ValueError unless it is a pair\n",
-                "    inputs, targets = batch[:2]\n",
-            ),
+            (PAIR, PAIR.replace("!= 2", "< 2")),
+            ("    return batch\n", "    return batch[:2]\n"),
             (
                 CHECK_1,
                 CHECK_1.replace(
@@ -497,6 +500,54 @@ WRONG = [
                 ),
             ),
         ),
+    ),
+    Wrong(
+        name="shares_of_the_elements",
+        belief="A micro-batch weighs as much as the numbers that are in it.",
+        caught_by="test_a_sample_counts_once_however_long_it_is",
+        says="by its elements, not by its samples",
+        edits=(
+            (
+                LOSS_1,
+                LOSS_1.replace(
+                    "(len(inputs) / samples)",
+                    "(targets.numel() / sum(y.numel() for _, y in micro_batches))",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="targets_before_the_output",
+        belief="loss_fn takes targets and output in any order.",
+        caught_by="test_a_sample_counts_once_however_long_it_is",
+        says="loss_fn is called with targets and output",
+        edits=((LOSS_1, LOSS_1.replace("model(inputs), targets", "targets, model(inputs)")),),
+    ),
+    Wrong(
+        name="a_hidden_pass_more",
+        belief="model.forward() is no pass: no hook sees it.",
+        caught_by="test_runs_the_model_once_on_each_micro_batch",
+        says="a forward pass too many, perhaps for the loss",
+        edits=(
+            (
+                BACKWARD_1,
+                BACKWARD_1 + "        with torch.no_grad():\n            model.forward(inputs)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="switches_to_train_mode",
+        belief="A training step starts with model.train().",
+        caught_by="test_runs_the_model_once_on_each_micro_batch",
+        says="train() is called",
+        edits=((CHECK_1, "    model.train()\n" + CHECK_1),),
+    ),
+    Wrong(
+        name="unpacks_what_comes",
+        belief="What can be unpacked into two is a pair.",
+        caught_by="test_refuses_a_bad_last_micro_batch_before_anything_is_changed[one_tensor]",
+        says="the input is not checked before it is used",
+        edits=((PAIR, "    if len(batch) != 2:\n"),),
     ),
     # Part 2
     Wrong(
@@ -806,6 +857,126 @@ WRONG = [
         edits=(
             (NO_TOKENS, "    if not micro_batches:\n        return torch.zeros(())\n" + NO_TOKENS),
         ),
+    ),
+    Wrong(
+        name="takes_tuples_of_tokens_only",
+        belief="A pair is a tuple, since Batch says so.",
+        caught_by="test_steps_once_on_the_mean_over_the_labelled_tokens",
+        says="no pair",
+        raises=ValueError,
+        edits=(
+            (
+                NO_TOKENS,
+                "    if not all(isinstance(batch, tuple) for batch in micro_batches):\n"
+                '        raise ValueError("no pair")\n' + NO_TOKENS,
+            ),
+        ),
+    ),
+    Wrong(
+        name="views_the_targets",
+        belief="view(-1) is flatten().",
+        caught_by="test_every_labelled_token_counts_once",
+        says="view size is not compatible",
+        raises=RuntimeError,
+        edits=((CROSS_ENTROPY, CROSS_ENTROPY.replace("targets.flatten()", "targets.view(-1)")),),
+    ),
+    Wrong(
+        name="views_the_logits",
+        belief="view(-1, classes) is flatten(0, 1).",
+        caught_by="test_takes_the_classes_from_the_last_dimension",
+        says="view size is not compatible",
+        raises=RuntimeError,
+        edits=(
+            (
+                CROSS_ENTROPY,
+                CROSS_ENTROPY.replace("flatten(0, 1)", "view(-1, logits.shape[-1])"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="relabels_the_targets",
+        belief="With -100 for what is to be ignored the rest is easy.",
+        caught_by="test_honours_ignore_index[0]",
+        says="targets are changed in place",
+        edits=(
+            (
+                LOSS_2,
+                "        targets[targets == ignore_index] = -100\n"
+                + LOSS_2.replace("ignore_index", "-100"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="a_nan_for_a_micro_batch_without_labels",
+        belief="The gradient is what counts, and it is a sum.",
+        caught_by="test_a_micro_batch_without_labels_adds_nothing[middle]",
+        says="a mean over a micro-batch without labels is nan",
+        edits=(
+            (
+                LOOP_2,
+                LOOP_2.replace(
+                    "shares.append(loss.detach())",
+                    "count = (targets != ignore_index).sum()\n"
+                    "        shares.append(loss.detach() / count * count)",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="a_second_set_of_gradients_for_tokens",
+        belief="backward() overwrites p.grad, so the sum needs a buffer of its own.",
+        caught_by="test_a_window_of_tokens_holds_one_set_of_gradients",
+        says="backward() adds to what is there by itself",
+        edits=(
+            (
+                HEAD_2,
+                HEAD_2.replace(
+                    "    shares = []\n",
+                    "    shares = []\n"
+                    + HELD
+                    + "    total = [torch.zeros_like(p) for p in held]\n",
+                ),
+            ),
+            (
+                LOOP_2,
+                LOOP_2.replace(
+                    "    optimizer.step()\n",
+                    "        for p, t in zip(held, total, strict=True):\n"
+                    "            if p.grad is not None:\n                t += p.grad\n"
+                    "        optimizer.zero_grad()\n"
+                    "    for p, t in zip(held, total, strict=True):\n        p.grad = t\n"
+                    "    optimizer.step()\n",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="switches_to_train_mode_for_tokens",
+        belief="A training step starts with model.train().",
+        caught_by="test_runs_the_model_once_on_each_micro_batch_of_tokens",
+        says="train() is called",
+        edits=((NO_TOKENS, "    model.train()\n" + NO_TOKENS),),
+    ),
+    Wrong(
+        name="two_tokens_of_three",
+        belief="What follows inputs and targets is an attention mask, and none of my business.",
+        caught_by="test_refuses_a_bad_last_micro_batch_of_tokens[triple]",
+        says="no error",
+        edits=(
+            (TOKENS_PAIR, TOKENS_PAIR.replace("_pair(batch)", "batch[:2]")),
+            (
+                "    tokens = _count_tokens(micro_batches, ignore_index)\n    if tokens == 0:\n",
+                "    micro_batches = [batch[:2] for batch in micro_batches]\n"
+                "    tokens = _count_tokens(micro_batches, ignore_index)\n    if tokens == 0:\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="unpacks_what_comes_as_tokens",
+        belief="What can be unpacked into two is a pair.",
+        caught_by="test_refuses_a_bad_last_micro_batch_of_tokens[one_tensor]",
+        says="micro-batches are checked too late",
+        edits=((TOKENS_PAIR, TOKENS_PAIR.replace("_pair(batch)", "batch")),),
     ),
     # Part 3
     Wrong(
@@ -1381,7 +1552,7 @@ WRONG = [
     Wrong(
         name="checks_the_epoch_beforehand",
         belief="Bad data are found before training starts.",
-        caught_by="test_a_bad_micro_batch_ends_the_epoch_before_its_window",
+        caught_by="test_a_bad_micro_batch_ends_the_epoch_before_its_window[lengths]",
         says="no step has been taken",
         edits=(
             (
@@ -1394,7 +1565,7 @@ WRONG = [
     Wrong(
         name="checks_no_micro_batch_of_an_epoch",
         belief="The loss function looks at the shapes.",
-        caught_by="test_a_bad_micro_batch_ends_the_epoch_before_its_window",
+        caught_by="test_a_bad_micro_batch_ends_the_epoch_before_its_window[lengths]",
         says="ValueError whose message holds '4' and '9'",
         edits=(("    for batch in batches:\n        _check_batch(batch)\n", ""),),
     ),
@@ -1701,6 +1872,154 @@ WRONG = [
             ("    for size in (batch_size, new_batch_size):\n", "    for size in (batch_size,):\n"),
         ),
     ),
+    Wrong(
+        name="shares_of_the_elements_in_an_epoch",
+        belief="A micro-batch weighs as much as the numbers that are in it.",
+        caught_by="test_a_sample_of_an_epoch_counts_once_however_long_it_is",
+        says="by its elements, not by its samples",
+        edits=(
+            (
+                FORWARD_3,
+                FORWARD_3.replace(
+                    "(len(inputs) / samples)",
+                    "(targets.numel() / sum(y.numel() for _, y in batches))",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="refuses_an_infinite_max_norm",
+        belief="An infinite norm is no norm.",
+        caught_by="test_clips_the_windows_true_gradient_once[endless-fp32]",
+        says="max_norm must be positive",
+        raises=ValueError,
+        edits=(("not max_norm > 0:\n", "not 0 < max_norm < math.inf:\n"),),
+    ),
+    Wrong(
+        name="a_new_scale_is_an_overflow",
+        belief="The scale changes when a step was skipped.",
+        caught_by="test_updates_the_scale_once_a_window",
+        says="a scale that grows is taken for one that falls",
+        edits=(
+            ("    return scaler.get_scale() < scale", "    return scaler.get_scale() != scale"),
+        ),
+    ),
+    Wrong(
+        name="no_norm_for_a_skipped_window",
+        belief="What was not stepped had no gradient.",
+        caught_by="test_an_overflow_in_any_micro_batch_skips_the_window[middle]",
+        says="no finite norm",
+        edits=(
+            (
+                STEPPED_3,
+                STEPPED_3
+                + "        grad_norm = grad_norm * 0 if not skipped else torch.zeros(())\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="an_empty_micro_batch_in_an_epoch",
+        belief="A share of 0 samples is 0 (0 x nan is nan).",
+        caught_by="test_a_bad_micro_batch_ends_the_epoch_before_its_window[empty]",
+        says="this input is not checked",
+        edits=(
+            (
+                "    for batch in batches:\n        _check_batch(batch)\n",
+                "    for inputs, targets in batches:\n"
+                "        if len(inputs) != len(targets):\n"
+                '            raise ValueError(f"{len(inputs)}, {len(targets)}")\n',
+            ),
+        ),
+    ),
+    Wrong(
+        name="two_of_three_in_an_epoch",
+        belief="What follows inputs and targets is somebody else's.",
+        caught_by="test_a_bad_micro_batch_ends_the_epoch_before_its_window[triple]",
+        says="this input is not checked",
+        edits=(
+            (
+                "    for batch in batches:\n        _check_batch(batch)\n",
+                "    batches = [(batch[0], batch[1]) for batch in batches]\n"
+                "    for batch in batches:\n        _check_batch(batch)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="clears_before_there_is_a_window",
+        belief="An epoch starts without gradients.",
+        caught_by="test_refuses_an_epoch_without_micro_batches[list]",
+        says="gradients changed",
+        edits=(
+            (
+                "    iterator, results = iter(",
+                "    optimizer.zero_grad()\n    iterator, results = iter(",
+            ),
+        ),
+    ),
+    Wrong(
+        name="leaves_the_gradients_of_what_the_model_lacks",
+        belief="The optimizer's parameters are the model's.",
+        caught_by="test_minds_frozen_unused_and_foreign_parameters[fp32]",
+        says="the model's gradients are cleared, not the optimizer's",
+        edits=((FINALLY_3, FINALLY_3.replace("optimizer", "model")),),
+    ),
+    Wrong(
+        name="one_norm_and_one_clipped_group",
+        belief="Each group is clipped by itself, and the first is the one that matters.",
+        caught_by="test_minds_frozen_unused_and_foreign_parameters[bf16]",
+        says="a group is not clipped",
+        edits=((CLIP_3, CLIP_3.replace("(parameters,", '(optimizer.param_groups[0]["params"],')),),
+    ),
+    Wrong(
+        name="clips_what_the_model_has",
+        belief="The norm is over the optimizer's parameters; clip_grad_norm_ takes the model's.",
+        caught_by="test_minds_frozen_unused_and_foreign_parameters[fp16]",
+        says="or what only the optimizer knows",
+        edits=((CLIP_3, CLIP_3.replace("(parameters,", "(list(model.parameters()),")),),
+    ),
+    Wrong(
+        name="skips_in_bfloat16",
+        belief="bfloat16 overflows as float16 does.",
+        caught_by="test_tells_skipped_from_the_scaler_alone[bf16]",
+        says="ask the scaler whether it skipped",
+        edits=(
+            (
+                STEPPED_3,
+                "        lost = dtype == torch.bfloat16 and not bool(grad_norm.isfinite())\n"
+                "        skipped = lost or _step(optimizer, scaler)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="an_infinite_norm_is_an_error",
+        belief="What cannot be clipped is an error where no scaler skips it.",
+        caught_by="test_tells_skipped_from_the_scaler_alone[bf16]",
+        says="non-finite",
+        raises=RuntimeError,
+        edits=(
+            (
+                CLIP_3,
+                CLIP_3.replace(
+                    "            clip",
+                    "            grads = [p.grad for p in parameters if p.grad is not None]\n"
+                    "            get_total_norm(grads, error_if_nonfinite=scaler is None)\n"
+                    "            clip",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_schedule_reads_the_norm",
+        belief="A step with an infinite norm does not count.",
+        caught_by="test_tells_skipped_from_the_scaler_alone[no_scaler]",
+        says="whatever its norm",
+        edits=(
+            (
+                SCHEDULE_3,
+                SCHEDULE_3.replace("skipped:", "skipped and result.grad_norm.isfinite():"),
+            ),
+        ),
+    ),
     # Part 4
     Wrong(
         name="never_steps_on_ranks",
@@ -1720,7 +2039,7 @@ WRONG = [
         name="returns_what_backward_was_called_on",
         belief="The loss is what backward() is called on.",
         caught_by="test_every_rank_steps_once_and_the_shares_add_up",
-        says="or its share times the number of ranks",
+        says="multiplied by the number of ranks",
         edits=((LOOP_4, LOOP_4.replace("loss.detach()", "loss.detach() * ranks")),),
     ),
     Wrong(
@@ -2052,5 +2371,96 @@ WRONG = [
         caught_by="test_counts_the_ranks_of_the_models_process_group",
         says="the world's size is taken",
         edits=(("dist.get_world_size(model.process_group)", "2"),),
+    ),
+    Wrong(
+        name="all_reduces_the_loss_too",
+        belief="Each rank returns an equal part of the loss: the parts add up.",
+        caught_by="test_every_rank_steps_once_and_the_shares_add_up",
+        says="the mean of what all return",
+        edits=(
+            (
+                LOOP_4,
+                LOOP_4.replace(
+                    "    return torch.stack(shares).sum()\n",
+                    "    total = torch.stack(shares).sum()\n"
+                    "    dist.all_reduce(total, group=model.process_group)\n"
+                    "    return total / ranks\n",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_share_of_no_tokens_is_nan",
+        belief="A rank's share is its mean times its part of the tokens.",
+        caught_by="test_the_gradient_is_that_of_one_process_with_all_the_data[rank_1_without_labels]",
+        says="has a share of 0",
+        edits=(
+            (
+                LOOP_4,
+                LOOP_4.replace(".sum()\n", ".sum() / torch.tensor(tokens) * tokens\n"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="switches_to_train_mode_on_ranks",
+        belief="A training step starts with model.train().",
+        caught_by="test_a_window_on_ranks_starts_without_gradients",
+        says="train() is called",
+        edits=((HEAD_4, "    model.train()\n" + HEAD_4),),
+    ),
+    Wrong(
+        name="a_call_for_each_count",
+        belief="A small all-reduce costs nothing (it costs a round trip).",
+        caught_by="test_sends_the_gradients_once_a_window[1]",
+        says="flags or losses have calls of their own",
+        edits=(
+            (
+                REDUCE_4,
+                "    for count in counts.unbind():\n"
+                "        dist.all_reduce(count, group=model.process_group)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="sends_the_gradients_by_hand",
+        belief="One all-reduce of all gradients in one vector is what DDP does.",
+        caught_by="test_sends_the_gradients_once_a_window[4]",
+        says="gradients are sent by hand",
+        edits=(
+            (
+                LOOP_4,
+                LOOP_4.replace(" if number < len(micro_batches) else nullcontext()", "")
+                .replace("(loss * ranks)", "loss")
+                .replace(
+                    "    optimizer.step()\n",
+                    "    grads = [p.grad for p in model.parameters() if p.grad is not None]\n"
+                    "    flat = torch.cat([g.flatten() for g in grads])\n"
+                    "    dist.all_reduce(flat, group=model.process_group)\n"
+                    "    parts = flat.split([g.numel() for g in grads])\n"
+                    "    for g, part in zip(grads, parts, strict=True):\n"
+                    "        g.copy_(part.view_as(g))\n"
+                    "    optimizer.step()\n",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="an_empty_micro_batch_on_a_rank",
+        belief="Inputs and targets of one shape are good.",
+        caught_by="test_a_bad_window_on_one_rank_is_refused_by_all[an_empty_one-1]",
+        says="this input is not checked",
+        edits=(
+            (
+                "    if inputs.shape != targets.shape or inputs.numel() == 0:\n",
+                "    if inputs.shape != targets.shape:\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="unpacks_what_comes_on_a_rank",
+        belief="What can be unpacked into two is a pair.",
+        caught_by="test_a_bad_window_on_one_rank_is_refused_by_all[inputs_only-0]",
+        says="before it knew of the others",
+        edits=((TOKENS_PAIR, TOKENS_PAIR.replace("_pair(batch)", "batch")),),
     ),
 ]

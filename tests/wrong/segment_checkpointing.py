@@ -5,7 +5,7 @@ from kit.answers import Wrong
 APPLY = """    anchor = torch.empty(0, requires_grad=True)
     return _Checkpoint.apply(anchor, function, *args)  # type: ignore[no-untyped-call]
 """
-FIRST_RUN = """        with ctx.autocast.restored():
+FIRST_RUN = """        with ctx.autocast.restored(keep_casts=False):
             outputs = function(*args)
         if [tensor"""
 SECOND_RUN = """        with torch.enable_grad(), ctx.random.restored(), ctx.autocast.restored():
@@ -24,7 +24,7 @@ RESTORED = """        with torch.random.fork_rng(self.devices):
             self.restore()
             yield
 """
-AUTOCAST = "stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))"
+AUTOCAST = "stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=caches))"
 SEGMENTS = """    for start, stop in itertools.pairwise(starts):
         x = checkpoint(_Chain(layers[start:stop]), x)
     return _Chain(layers[starts[-1] :])(x)
@@ -144,8 +144,8 @@ WRONG = [
         edits=((LEAF, "            args[place] = tensor\n"),),
     ),
     Wrong(
-        name="adds_up_no_order",
-        belief="Gradients come back in the order of the tensors.",
+        name="zeros_for_unused_arguments",
+        belief="An argument that is not used has a gradient of zero.",
         caught_by="test_loss_and_gradients_are_the_plain_ones_to_the_bit[an_unused_argument]",
         says="gradient of unused",
         edits=(
@@ -297,7 +297,7 @@ WRONG = [
             (
                 FIRST_RUN,
                 "        try:\n"
-                "            with ctx.autocast.restored():\n"
+                "            with ctx.autocast.restored(keep_casts=False):\n"
                 "                outputs = function(*args)\n"
                 "        except Exception as error:\n"
                 "            raise RuntimeError('in a checkpointed function') from error\n"
@@ -418,6 +418,20 @@ WRONG = [
         edits=((AUTOCAST, "stack.enter_context(torch.autocast(device, enabled=enabled))"),),
     ),
     Wrong(
+        name="casts_at_each_use",
+        belief="Without autocast's cache nothing can go wrong.",
+        caught_by="test_a_weight_that_is_used_twice_under_autocast_adds_up_in_its_dtype[cached]",
+        says="casts a weight at each use",
+        edits=(("self.caches and keep_casts", "False"),),
+    ),
+    Wrong(
+        name="casts_once_always",
+        belief="Autocast's cache is always on.",
+        caught_by="test_a_weight_that_is_used_twice_under_autocast_adds_up_in_its_dtype[not_cached]",
+        says="cache was off in the first run",
+        edits=(("self.caches and keep_casts", "keep_casts"),),
+    ),
+    Wrong(
         name="switches_autocast_on_only",
         belief="Where autocast was off there is nothing to restore.",
         caught_by="test_runs_again_without_autocast_where_it_was_off",
@@ -492,10 +506,10 @@ WRONG = [
         says="None for x",
         edits=(
             (
-                SAVE + "        return outputs\n",
-                SAVE + "        if isinstance(outputs, Tensor) and outputs._is_view():\n"
-                "            ctx.mark_non_differentiable(outputs)\n"
-                "        return outputs\n",
+                "        outputs = _detached(outputs)\n",
+                "        views = isinstance(outputs, Tensor) and outputs._is_view()\n"
+                "        outputs = _detached(outputs)\n"
+                "        if views:\n            ctx.mark_non_differentiable(outputs)\n",
             ),
         ),
     ),
@@ -650,6 +664,136 @@ WRONG = [
                 LEAF,
                 "            args[place] = tensor.detach().requires_grad_(tensor.is_floating_point())\n",
             ),
+        ),
+    ),
+    Wrong(
+        name="hands_over_to_torch",
+        belief="torch.utils.checkpoint does all this (its reentrant form is next).",
+        caught_by="test_refuses_a_function_that_changes_its_argument[input]",
+        says="compared before and after",
+        edits=(
+            ("import torch\n", "import torch\nimport torch.utils.checkpoint as torchs\n"),
+            (APPLY, "    return torchs.checkpoint(function, *args, use_reentrant=False)\n"),
+        ),
+    ),
+    Wrong(
+        name="hands_over_to_torchs_reentrant_form",
+        belief="torch.utils.checkpoint does all this.",
+        caught_by="test_an_output_that_is_not_used_gets_no_gradient[first_used]",
+        says="zeros stand in for the gradient",
+        edits=(
+            ("import torch\n", "import torch\nimport torch.utils.checkpoint as torchs\n"),
+            (APPLY, "    return torchs.checkpoint(function, *args, use_reentrant=True)\n"),
+        ),
+    ),
+    Wrong(
+        name="none_marks_the_tensors",
+        belief="None stands where a tensor was taken out.",
+        caught_by="test_arguments_and_outputs_may_be_anything",
+        says="",
+        raises=StopIteration,
+        edits=(
+            (
+                "        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):\n",
+                "        saved = iter(ctx.saved_tensors)\n"
+                "        for place in [place for place, arg in enumerate(args) if arg is None]:\n"
+                "            tensor = next(saved)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="copies_what_is_no_tensor",
+        belief="A copy is safe from changes.",
+        caught_by="test_arguments_and_outputs_may_be_anything",
+        says="the second run gets another object",
+        edits=(
+            ("import itertools\n", "import copy\nimport itertools\n"),
+            ("        args = list(ctx.args)\n", "        args = copy.deepcopy(ctx.args)\n"),
+        ),
+    ),
+    Wrong(
+        name="runs_backward_under_the_old_autocast",
+        belief="The second run and its backward pass belong together.",
+        caught_by="test_the_backward_pass_itself_is_outside_the_autocast_of_the_first_run",
+        says="backward() runs where autocast is restored",
+        edits=(
+            (
+                BACKWARD,
+                BACKWARD.replace(
+                    "            torch",
+                    "            with ctx.autocast.restored():\n                torch",
+                    1,
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="returns_parameters_as_they_are",
+        belief="What the function returns is what a Function may return.",
+        caught_by="test_an_output_may_be_a_parameter_or_a_buffer",
+        says="becomes part of the graph",
+        edits=(("        outputs = _detached(outputs)\n", ""),),
+    ),
+    Wrong(
+        name="indices_on_ctx",
+        belief="save_for_backward is for tensors of floating point.",
+        caught_by="test_refuses_an_argument_that_was_changed_since[indices]",
+        says="only save_for_backward looks for changes in place",
+        edits=(
+            (
+                SAVE,
+                "        ctx.tensors = [None if t.is_floating_point() else t for t in tensors]\n"
+                "        ctx.save_for_backward(*(t for t in tensors if t.is_floating_point()))\n",
+            ),
+            (
+                "        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):\n",
+                "        saved = iter(ctx.saved_tensors)\n"
+                "        for place, tensor in zip(ctx.places, ctx.tensors, strict=True):\n"
+                "            tensor = next(saved) if tensor is None else tensor\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="looks_at_floating_point_only",
+        belief="Indices are not changed.",
+        caught_by="test_refuses_a_function_that_changes_its_argument[indices]",
+        says="compared before and after",
+        edits=(
+            (
+                "        tensors = [arg for arg in args if isinstance(arg, Tensor)]\n        versions",
+                "        tensors = [arg for arg in args if isinstance(arg, Tensor)]\n"
+                "        floats = [tensor for tensor in tensors if tensor.is_floating_point()]\n        versions",
+            ),
+            (
+                "versions = [tensor._version for tensor in tensors]",
+                "versions = [tensor._version for tensor in floats]",
+            ),
+            (
+                "if [tensor._version for tensor in tensors] !=",
+                "if [tensor._version for tensor in floats] !=",
+            ),
+        ),
+    ),
+    Wrong(
+        name="holds_the_second_run_in_a_cycle",
+        belief="What nobody refers to from outside is freed at once.",
+        caught_by="test_the_peak_is_one_block_and_an_input_for_each_of_the_others",
+        says="or the second run's in a cycle",
+        edits=(
+            (
+                LEAF,
+                LEAF + "        ctx.again = {'args': args, 'ctx': ctx}\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="hands_it_all_to_torch",
+        belief="torch.utils.checkpoint does all this.",
+        caught_by="test_is_not_torchs_own",
+        says="of that module runs",
+        edits=(
+            ("import torch\n", "import torch\nimport torch.utils.checkpoint as torchs\n"),
+            (APPLY, "    return torchs.checkpoint(function, *args, use_reentrant=False)\n"),
         ),
     ),
     # Part 3
@@ -844,6 +988,32 @@ WRONG = [
             (
                 '    if num_layers < 1:\n        raise ValueError(f"num_layers must',
                 '    if False:\n        raise ValueError(f"num_layers must',
+            ),
+        ),
+    ),
+    Wrong(
+        name="segments_by_torch",
+        belief="What part 1 was for is in torch already.",
+        caught_by="test_segments_are_not_torchs_own",
+        says="of that module runs",
+        edits=(
+            ("import torch\n", "import torch\nimport torch.utils.checkpoint as torchs\n"),
+            (
+                "        x = checkpoint(_Chain(layers[start:stop]), x)\n",
+                "        x = torchs.checkpoint(_Chain(layers[start:stop]), x, use_reentrant=False)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="marks_the_input",
+        belief="An input that requires a gradient does no harm.",
+        caught_by="test_the_input_need_not_require_a_gradient[numbers]",
+        says="gradient of x (which needs none)",
+        edits=(
+            (
+                "    starts = _starts(len(layers), segments)\n",
+                "    if x.is_leaf and x.is_floating_point():\n        x.requires_grad_()\n"
+                "    starts = _starts(len(layers), segments)\n",
             ),
         ),
     ),
@@ -1105,10 +1275,45 @@ WRONG = [
         says="some layers run in another dtype",
         edits=(
             (
-                "    with _AutocastState().restored():\n        sweep",
+                "    with _AutocastState().restored(keep_casts=False):\n        sweep",
                 "    with torch.autocast(x.device.type, enabled=False):\n        sweep",
             ),
         ),
+    ),
+    Wrong(
+        name="marks_the_first_input",
+        belief="An input that requires a gradient does no harm.",
+        caught_by="test_the_input_may_be_anything[all_trained-data]",
+        says="gradient of data (which needs none)",
+        edits=(
+            (
+                "    sweep = _Sweep(layers, loss_fn)\n",
+                "    if x.is_leaf and x.is_floating_point():\n        x.requires_grad_()\n"
+                "    sweep = _Sweep(layers, loss_fn)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="gradients_for_the_layers_only",
+        belief="What is trained is in the layers.",
+        caught_by="test_the_loss_may_have_parameters",
+        says="only the layers' own parameters",
+        edits=(
+            (
+                LOSS,
+                LOSS.replace(
+                    "loss.backward()",
+                    "loss.backward(inputs=[leaf, *self.layers[number].parameters()])",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
+        name="keeps_the_last_output",
+        belief="One output is small.",
+        caught_by="test_the_sweep_leaves_nothing_behind",
+        says="kept where it outlives the call",
+        edits=((LOSS, LOSS + "            _Sweep.last = out\n"),),
     ),
     Wrong(
         name="no_layers_no_steps",

@@ -182,16 +182,16 @@ class _Recompute(torch.autograd.Function):
             _tap(found, at, tensor) if need else tensor.detach()
             for at, (tensor, need) in enumerate(zip(kept, needed, strict=True))
         ]
-        # Edges, not outputs: these need not stay for the backward pass.
+        # Outputs, not edges: torch 2.6 frees a nested checkpoint's node with its last output.
         roots = [
-            (get_gradient_edge(out), grad)
+            (out, grad)
             for out, grad in zip(_differentiable_outputs(ctx.rerun(inner)), grads, strict=True)
             if grad is not None and out.requires_grad
         ]
         del inner
         if roots:
-            edges, seeds = zip(*roots, strict=True)
-            torch.autograd.backward(edges, seeds)
+            outputs, seeds = zip(*roots, strict=True)
+            torch.autograd.backward(outputs, seeds)
         return None, None, None, *(found.get(at) for at in range(len(kept)))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -32,6 +33,14 @@ def large_inputs(device: torch.device) -> Tensor:
     x = torch.randn(rows, length, WIDTH, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
     return x
+
+
+def by_hand(block: nn.Module, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What a block computes, from its weights."""
+    hidden = F.relu(F.linear(x, block.up.weight, block.up.bias))
+    hidden = F.dropout(hidden, block.dropout.p, block.training)
+    update = F.linear(hidden, block.down.weight, block.down.bias)
+    return x + (update if mask is None else torch.where(mask.unsqueeze(-1), update, 0.0))
 
 
 _DIFFERS = (
@@ -148,10 +157,21 @@ def peak(model: nn.Module, x: Tensor, forward: Callable[[], Tensor] | None = Non
     return measure(lambda: back(run()), x.device, known=[model, x]).above_baseline
 
 
-def held_after_forward(model: nn.Module, x: Tensor) -> int:
+def held_after_forward(
+    model: nn.Module, x: Tensor, forward: Callable[[], Tensor] | None = None
+) -> int:
     """Bytes that are held between the forward and the backward pass, the output included."""
     kept: list[Tensor] = []
-    return measure(lambda: kept.append(model(x)), x.device, known=[model, x]).retained
+    run = forward or (lambda: model(x))
+    return measure(lambda: kept.append(run()), x.device, known=[model, x]).retained
+
+
+def held_after_backward(model: nn.Module, x: Tensor) -> int:
+    """Bytes that a step leaves behind, the gradients not among them."""
+    __tracebackhide__ = True
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return measure(lambda: back(model(x)), x.device, known=[model, x]).retained
 
 
 def one_input(x: Tensor) -> int:

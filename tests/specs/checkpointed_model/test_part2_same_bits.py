@@ -148,9 +148,15 @@ class TestPart2LargeModel:
         )
 
     @pytest.mark.survives
-    def test_a_copy_is_a_model_of_its_own(self, answer, device):
-        """facebookresearch/fairscale#816: a copy that goes on calling the original's blocks."""
-        model = answer.LargeModel(3, WIDTH, dropout=0.0).to(device)
+    @pytest.mark.parametrize("size", [1, 2], ids=["each_block", "segments_of_2"])
+    def test_a_copy_is_a_model_of_its_own(self, answer, device, size):
+        """facebookresearch/fairscale#816: a copy that goes on calling the original's blocks.
+
+        The model has made a step before it is copied.
+        """
+        model = answer.LargeModel(3, WIDTH, dropout=0.0, segment_size=size).to(device)
+        back(model(inputs(device)))
+        model.zero_grad()
         twin = copy.deepcopy(model)
         with torch.no_grad():
             for p in twin.parameters():
@@ -159,7 +165,10 @@ class TestPart2LargeModel:
         plain.load_state_dict(twin.state_dict())
         x = inputs(device)
         output = twin(x)
-        cause = "something that was made in __init__ still holds the original's blocks"
+        cause = (
+            "something that was made in __init__, or in a first step, still holds the original's"
+        )
+        cause += " blocks"
         check_equal(output.detach(), plain(x).detach(), "output of the copy", cause=cause)
         back(output)
         check(

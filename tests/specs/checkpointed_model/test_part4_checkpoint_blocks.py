@@ -38,19 +38,22 @@ class TestPart4CheckpointBlocks:
     def test_recomputes_every_block_wherever_it_is(self, answer, device):
         """Two blocks in a list, one of them of a derived class, and a third two levels deeper.
 
-        The model is in eval mode when it is handed in.
+        The model is in eval mode when it is handed in, and its second block is frozen.
         """
         model, x = host(device)
         model.eval()
+        model.blocks[1].requires_grad_(False)
         got = answer.checkpoint_blocks(model, model.mixer)
-        cause = "the search stops at the model's own children, or compares classes with =="
+        cause = "the search stops at the model's own children, or compares classes with ==, or"
+        cause += " leaves a frozen block out"
         check_equal(got, 3, "blocks", cause=cause)
         model.train()
         runs = host_runs(model)
         output = model(x)
         check_equal(runs.counts, 3 * [1], "runs after the forward pass", cause="blocks run twice")
         back(output)
-        cause = "1: not checkpointed; whether to is asked when the model is handed in, or never"
+        cause = "1: not checkpointed; whether to is asked when the model is handed in, or never, or"
+        cause += " a frozen block is left out, through which gradients pass"
         check_equal(runs.counts, 3 * [2], "runs after the backward pass", cause=cause)
 
     @pytest.mark.works
@@ -115,9 +118,12 @@ class TestPart4CheckpointBlocks:
         runs = Runs([model[0].up, model[0].inner[0].up, model[2].up])
         cause = "blocks inside a block are counted"
         check_equal(answer.checkpoint_blocks(model, Nest), 2, "blocks", cause=cause)
-        back(model(torch.randn(3, WIDTH, device=device)))
+        x = torch.randn(3, WIDTH, device=device)
+        back(model(x))
         cause = "blocks inside a block are checkpointed too"
         check_equal(runs.counts, [2, 2, 2], "runs of an outer, an inner, a lone one", cause=cause)
+        cause = "the caller's input is made to require a gradient, to please the checkpoint"
+        check_equal(x.requires_grad, False, "x.requires_grad afterwards", cause=cause)
 
     @pytest.mark.exact
     def test_selective_recomputation_runs_no_matrix_product_again(self, answer, device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +35,51 @@ def regression(device: torch.device, *sizes: int) -> tuple[nn.Sequential, list[B
     return model, [(x.to(device), y.to(device) + 2 * n) for n, (x, y) in enumerate(batches)]
 
 
+def sequences(device: torch.device) -> tuple[nn.Sequential, list[Batch]]:
+    """A model, and micro-batches of 3, 1 and 2 samples, each a sequence of 2, 9 and 4 places."""
+    model, _ = regression(device)
+    shapes = ((3, 2), (1, 9), (2, 4))
+    return model, [
+        (torch.randn(*shape, 7).to(device), torch.randn(*shape, 5).to(device) + 2 * n)
+        for n, shape in enumerate(shapes)
+    ]
+
+
+def lopsided(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over samples of a loss in which output and target cannot change places."""
+    return ((output - target).square() * target.abs()).flatten(1).mean(1).mean()
+
+
+def sequence_gradients(model: nn.Module, batches: Sequence[Batch]) -> tuple[Tensor, dict]:
+    """The gradient of the mean of `lopsided` over all samples, and those of likely mistakes."""
+
+    def weighted(weights: Sequence[int], swapped: bool = False) -> Tensor:
+        pairs = [(y, model(x)) if swapped else (model(x), y) for x, y in batches]
+        total = sum(w * lopsided(*pair) for w, pair in zip(weights, pairs, strict=True))
+        return gradient(model, total / sum(weights))
+
+    samples = [len(x) for x, _ in batches]
+    elements = "a micro-batch counts by its elements, not by its samples"
+    guesses = {
+        elements: weighted([y.numel() for _, y in batches]),
+        "loss_fn is called with targets and output, not output and targets": weighted(
+            samples, True
+        ),
+    }
+    return weighted(samples), guesses
+
+
 def joined(batches: Sequence[Batch]) -> Batch:
     """The window in one batch."""
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def bad_batch(parts: Tensor | Sequence[Tensor], device: torch.device) -> tuple[Any, str]:
+    """What is no good micro-batch on this device, and its shapes in words."""
+    if isinstance(parts, Tensor):
+        return parts.to(device), f"one tensor of shape {tuple(parts.shape)}"
+    shapes = [tuple(part.shape) for part in parts]
+    return tuple(part.to(device) for part in parts), f"shapes {shapes}"
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector
 
@@ -70,21 +71,34 @@ def train(
     }
 
 
-def sent(answer: Any, rank: int, plan: Plan) -> tuple[list[tuple[str, int, int]], int]:
-    """Kind, elements and bytes of each collective call of the second window; trained elements.
+def sent(answer: Any, rank: int, plan: Plan) -> dict[str, Any]:
+    """What a rank sends in the third window, and how much of it DDP's backward pass sends.
 
-    In the first window DDP also arranges its buckets anew.
+    In the second window DDP also arranges its buckets anew.
     """
     inner = language_model(CPU)
     inner[2].bias.requires_grad_(False)
     model = DDP(inner)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    answer.accumulate_on_ranks(model, windows(plan, 0)[rank], optimizer)
-    window = windows(plan, 1)[rank]
+    buckets: list[int] = []
+
+    def hook(group, bucket):  # DDP refuses annotations that are strings
+        buckets.append(bucket.buffer().numel())
+        return allreduce_hook(group, bucket)
+
+    model.register_comm_hook(None, hook)
+    for number in range(2):
+        answer.accumulate_on_ranks(model, windows(plan, number)[rank], optimizer)
+    window = windows(plan, 2)[rank]
+    buckets.clear()
     with collectives() as calls:
         answer.accumulate_on_ranks(model, window, optimizer)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return [(kind, numel, numel * dtype.itemsize) for kind, numel, dtype in calls], trained
+    return {
+        "sizes": [call.numel for call in calls],
+        "bytes": sum(call.numel * call.dtype.itemsize for call in calls),
+        "by DDP": sum(buckets),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
 
 
 def peak(answer: Any, rank: int, count: int) -> int:
@@ -139,8 +153,8 @@ def _refuse(
 
 
 def starts_clean(answer: Any, rank: int, plan: Plan) -> None:
-    """Stale gradients of 1000 in the model, and of 1 in a parameter that gets none."""
-    model = DDP(language_model(CPU))
+    """Stale gradients of 1000 in the model, and of 1 in a parameter that gets none; eval mode."""
+    model = DDP(language_model(CPU)).eval()
     want = gradient(model, window_loss(model.module, joined(plan, 0)))
     unused = nn.Parameter(torch.ones(3))
     unused.grad = torch.ones_like(unused)
@@ -158,6 +172,8 @@ def starts_clean(answer: Any, rank: int, plan: Plan) -> None:
     )
     cause = "the gradients of all that the optimizer holds are to be dropped, not zeroed"
     check_equal(unused.detach(), torch.ones(3), "unused weight", cause=cause)
+    cause = "train() is called: whether dropout is on is the caller's business"
+    check_equal(model.training, False, "model.training afterwards", cause=cause)
 
 
 def then_plain(answer: Any, rank: int, plan: Plan) -> Tensor:
@@ -184,7 +200,7 @@ def in_groups_of_one(answer: Any, rank: int, plan: Plan) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     got = answer.accumulate_on_ranks(model, window, optimizer)
     check(
-        bool(torch.isclose(got, loss, rtol=1e-4)),
+        abs(got.item() - loss.item()) < 1e-4,
         expected=f"loss = {loss.item():.6g}: its process group has one rank, this one",
         got=got.item(),
         cause="all ranks of the job are counted, not those of model.process_group",

@@ -18,9 +18,12 @@ from specs.gradient_accumulation.common import (
     gradient_bytes,
     gradient_in,
     joined,
+    lopsided,
     mse,
     one_micro_batch,
     regression,
+    sequence_gradients,
+    sequences,
 )
 
 SIZES = pytest.mark.parametrize(
@@ -91,6 +94,17 @@ class TestPart1Accumulate:
             },
             otherwise="the weights of the micro-batches are not their shares of the samples",
         )
+
+    @pytest.mark.exact
+    def test_a_sample_counts_once_however_long_it_is(self, answer, device):
+        """3, 1 and 2 samples of 2, 9 and 4 places: shares of 3/6, 1/6 and 2/6."""
+        model, batches = sequences(device)
+        want, guesses = sequence_gradients(model, batches)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        answer.accumulate(model, batches, lopsided, optimizer)
+        otherwise = "the weights of the micro-batches are not their shares of the samples"
+        got = gradient_in(model)
+        check_vector(got, want, "gradient", guesses=guesses, otherwise=otherwise)
 
     @pytest.mark.exact
     def test_steps_with_the_gradients_of_the_whole_window(self, answer, device):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kit.snapshot import Snapshot
 from kit.verdict import check, check_equal, check_raises, show
 from specs.gradient_accumulation.common import (
+    bad_batch,
     check_vector,
     gradient,
     gradient_in,
@@ -23,6 +24,7 @@ BAD = {
     "more_inputs": ((torch.ones(6, 7), torch.ones(1, 5)), ["6", "1"]),
     "more_targets": ((torch.ones(1, 7), torch.ones(6, 5)), ["1", "6"]),
     "triple": ((torch.ones(2, 7), torch.ones(2, 5), torch.ones(2)), []),
+    "one_tensor": (torch.ones(2, 7), []),  # can be unpacked: it has two rows
 }
 
 
@@ -77,16 +79,26 @@ class TestPart1AccumulateTraps:
 
     @pytest.mark.survives
     def test_runs_the_model_once_on_each_micro_batch(self, answer, device):
-        """Batch normalisation and dropout notice a pass too many, and so does the clock."""
+        """Batch normalisation and dropout notice a pass too many, and so does the clock.
+
+        The model is in eval mode, as in fine-tuning with dropout off, and stays in it.
+        """
         model, batches = regression(device, 4, 2, 3)
+        model.eval()
         seen: list[tuple[int, bool]] = []
-        model.register_forward_pre_hook(
-            lambda _, args: seen.append((len(args[0]), torch.is_grad_enabled()))
-        )
+        modes: set[bool] = set()
+
+        def note(layer: nn.Module, args: tuple[Tensor]) -> None:
+            seen.append((len(args[0]), torch.is_grad_enabled()))
+            modes.add(layer.training)
+
+        model[0].register_forward_pre_hook(note)
         answer.accumulate(model, batches, mse, torch.optim.SGD(model.parameters(), lr=0.1))
         want = [(2, True), (3, True), (4, True)]
         cause = "a forward pass too many, perhaps for the loss, or micro-batches are cut or joined"
         check_equal(sorted(seen), want, "samples of each forward pass, and grad mode", cause=cause)
+        cause = "train() is called: whether dropout is on is the caller's business"
+        check_equal(modes, {False}, "layer.training in the forward passes", cause=cause)
 
     @pytest.mark.survives
     def test_takes_lists_for_pairs_and_a_tuple_for_the_window(self, answer, device):
@@ -111,12 +123,13 @@ class TestPart1AccumulateTraps:
         optimizer.step()
         before = Snapshot(model, optimizer)
         batch, lengths = BAD[bad]
-        window = [*batches, tuple(part.to(device) for part in batch)]
+        batch, words = bad_batch(batch, device)
+        window = [*batches, batch]
         check_raises(
             lambda: answer.accumulate(model, window, mse, optimizer),
             ValueError,
             mentions=lengths,
-            when=f"for a last micro-batch of shapes {[tuple(part.shape) for part in batch]}",
+            when=f"for a last micro-batch of {words}",
         )
         before.check_unchanged("the refused call", cause="micro-batches are checked too late")
 

@@ -8,7 +8,12 @@ from torch import nn
 
 from kit.snapshot import Snapshot
 from kit.verdict import check_equal, check_raises
-from specs.gradient_accumulation.common import check_vector, gradient, gradient_in
+from specs.gradient_accumulation.common import (
+    bad_batch,
+    check_vector,
+    gradient,
+    gradient_in,
+)
 from specs.gradient_accumulation.tokens import UNEQUAL, labelled, language_model, window_loss
 
 
@@ -23,6 +28,8 @@ BAD = {
     "another_length": ((_tokens(2, 5), _tokens(2, 4)), ["5", "4"]),
     "as_many_elements": ((_tokens(2, 6), _tokens(6, 2)), ["2", "6"]),
     "one_for_all": ((_tokens(4, 3), _tokens(1, 3)), ["4", "1"]),
+    "triple": ((_tokens(2, 3), _tokens(2, 3), _tokens(2, 3)), []),
+    "one_tensor": (_tokens(2, 3), []),  # can be unpacked: it has two rows
 }
 
 
@@ -55,28 +62,37 @@ class TestPart2AccumulateTokensTraps:
 
     @pytest.mark.survives
     def test_runs_the_model_once_on_each_micro_batch_of_tokens(self, answer, device):
-        """The one without labels may be left out."""
-        model = language_model(device)
+        """The one without labels may be left out. The model is in eval mode, and stays in it."""
+        model = language_model(device).eval()
         batches = labelled([(1, 4, 2), (2, 3, 0), (3, 2, 5)], device)
         seen: list[tuple[int, ...]] = []
-        model.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+        modes: set[bool] = set()
+
+        def note(layer: nn.Module, args: tuple[torch.Tensor]) -> None:
+            seen.append(tuple(args[0].shape))
+            modes.add(layer.training)
+
+        model[0].register_forward_pre_hook(note)
         answer.accumulate_tokens(model, batches, torch.optim.SGD(model.parameters(), lr=0.1))
         if (2, 3) in seen:
             seen.remove((2, 3))
         cause = "a forward pass too many, perhaps for the loss; or micro-batches are cut or joined"
         check_equal(sorted(seen), [(1, 4), (3, 2)], "shapes seen by the model", cause=cause)
+        cause = "train() is called: whether dropout is on is the caller's business"
+        check_equal(modes, {False}, "layer.training in the forward passes", cause=cause)
 
     @pytest.mark.survives
     @pytest.mark.parametrize("bad", BAD)
     def test_refuses_a_bad_last_micro_batch_of_tokens(self, answer, device, bad):
         model, optimizer, before = _mid_training(device)
         batch, numbers = BAD[bad]
-        window = [*labelled(UNEQUAL[:2], device), tuple(part.to(device) for part in batch)]
+        batch, words = bad_batch(batch, device)
+        window = [*labelled(UNEQUAL[:2], device), batch]
         check_raises(
             lambda: answer.accumulate_tokens(model, window, optimizer),
             ValueError,
             mentions=numbers,
-            when=f"for a last micro-batch of shapes {[tuple(part.shape) for part in batch]}",
+            when=f"for a last micro-batch of {words}",
         )
         before.check_unchanged("the refused call", cause="micro-batches are checked too late")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +17,11 @@ from specs.gradient_accumulation.common import (
     check_vector,
     gradient,
     joined,
+    lopsided,
     mse,
     regression,
+    sequence_gradients,
+    sequences,
 )
 from specs.gradient_accumulation.epochs import (
     TOLERANCE,
@@ -101,6 +105,22 @@ class TestPart3TrainEpoch:
         )
 
     @pytest.mark.exact
+    def test_a_sample_of_an_epoch_counts_once_however_long_it_is(self, answer, device):
+        """3, 1 and 2 samples of 2, 9 and 4 places; SGD with lr 1 moves by the gradient."""
+        model, batches = sequences(device)
+        want, guesses = sequence_gradients(model, batches)
+        epoch = Epoch(model, device, lr=1.0, momentum=0.0)
+        epoch.run(answer, batches, 3, lopsided)
+        check_vector(
+            epoch.start - epoch.weights(),
+            want,
+            "step of SGD with lr 1",
+            guesses=guesses,
+            otherwise="the weights of the micro-batches are not their shares of the samples",
+            rtol=1e-4,
+        )
+
+    @pytest.mark.exact
     @HALVES
     def test_runs_each_forward_and_loss_under_autocast(self, answer, device, dtype):
         """And each backward pass outside; the output comes to the loss in float32."""
@@ -131,11 +151,12 @@ class TestPart3TrainEpoch:
 
     @pytest.mark.exact
     @DTYPES
-    @pytest.mark.parametrize("part", [0.3, 3.0], ids=["longer", "shorter"])
+    @pytest.mark.parametrize("part", [0.3, 3.0, math.inf], ids=["longer", "shorter", "endless"])
     def test_clips_the_windows_true_gradient_once(self, answer, device, dtype, part):
         """N is the norm of the whole window's gradient, and is what is returned.
 
-        SGD with lr 1 moves by the gradient: by all of it if max_norm = 3 N, by 0.3 N if 0.3 N.
+        SGD with lr 1 moves by the gradient: by 0.3 N if max_norm is 0.3 N, by all of it if max_norm
+        is 3 N or infinite.
         """
         model, batches = regression(device, 4, 1, 6)
         x, y = joined(batches)
@@ -173,11 +194,14 @@ class TestPart3TrainEpoch:
                 scales.append(epoch.scaler.get_scale())
                 yield batch
 
-        epoch.run(answer, data(), window=3)
+        results = epoch.run(answer, data(), window=3)
         want = [64.0] * 6 + [128.0] * 4
         cause = "update() is missing, or is called for every micro-batch, or twice"
         check_equal(scales, want, "scale at each micro-batch", cause=cause)
         check_equal(epoch.scaler.get_scale(), 256.0, "scale after four windows", cause=cause)
+        skipped = [result.skipped for result in results]
+        cause = "a scale that grows is taken for one that falls"
+        check_equal(skipped, [False] * 4, "skipped windows", cause=cause)
 
     @pytest.mark.exact
     @DTYPES

@@ -83,15 +83,16 @@ class TestPart3TrainEpochMemory:
     def test_an_epoch_holds_one_set_of_gradients(self, answer, reference, device, dtype):
         """Where gradients G are nearly all: peak <= one micro-batch's + G / 4, clipping included.
 
-        Eight weights of 128 x 128 and three rows. A buffer for unscaled gradients would add G.
+        24 weights of 64 x 64 and three rows, so that a copy of one gradient, in float64 too, fits
+        into G / 4. A buffer for unscaled gradients would add G.
         """
 
         def peak(module: object) -> int:
             return peak_of(module, *setup(), 5, dtype)
 
         def setup() -> tuple[nn.Module, list[Batch]]:
-            data = torch.randn(5, 3, 128, device=device)
-            return mlp(*[128] * 9, device=device), [(x, x) for x in data]
+            data = torch.randn(5, 3, 64, device=device)
+            return mlp(*[64] * 25, device=device), [(x, x) for x in data]
 
         model, batches = setup()
         one, gradients = one_micro_batch(model, batches[1], mse, dtype), gradient_bytes(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,14 @@ PLANS = {
     "last_without_labels": ([(2, 5, 6), (1, 2, 2)], [(1, 4, 3), (2, 3, 0)]),
 }
 UNEQUAL_RANKS = PLANS["tokens_12_and_1"]
+TOKENS = torch.ones(12, dtype=torch.int64)
+# The last micro-batch of a rank, and what its message must hold.
+BAD: dict[str, tuple[Any, list[str]]] = {
+    "no_micro_batch": (None, ["0"]),
+    "bad_shapes": ((TOKENS.view(2, 6), TOKENS.view(6, 2)), ["2", "6"]),
+    "an_empty_one": ((TOKENS.view(12, 1)[:, :0], TOKENS.view(12, 1)[:, :0]), ["0"]),
+    "inputs_only": (TOKENS.view(2, 6), []),
+}
 
 
 class TestPart4AccumulateOnRanks:
@@ -51,14 +61,16 @@ class TestPart4AccumulateOnRanks:
             check_equal(result["steps"], 1, "steps of each rank", cause="a rank does not step")
             moved = not torch.equal(result["weights"], start)
             check(moved, expected="weights that moved", got="none did", cause="no gradient")
-        got, want = sum(result["losses"][0] for result in results), torch.cat(each).mean()
+        got = torch.stack([result["losses"][0] for result in results])
+        want = torch.stack([losses.sum() for losses in each]) / 13
         guesses = {
-            "each rank returns its own mean": each[0].mean() + each[1].mean(),
-            "each rank returns the loss of all, or its share times the number of ranks": 2 * want,
+            "each rank returns its own mean": torch.stack([losses.mean() for losses in each]),
+            "each rank returns the loss of all": want.sum().expand(2),
+            "each rank returns the mean of what all return": want.mean().expand(2),
+            "its share is multiplied by the number of ranks": 2 * want,
         }
-        fits = [cause for cause, guess in guesses.items() if torch.isclose(got, guess, rtol=1e-4)]
-        cause = fits[0] if fits else "the shares are not sums over tokens by the tokens of all"
-        check_close(got, want, "sum of both ranks' shares", cause=cause)
+        otherwise = "the shares are not sums over the rank's tokens by the tokens of all"
+        check_vector(got, want, "both ranks' shares", guesses=guesses, otherwise=otherwise)
 
     @pytest.mark.exact
     @pytest.mark.parametrize("plan", PLANS)
@@ -78,6 +90,10 @@ class TestPart4AccumulateOnRanks:
                 guesses=guesses,
                 otherwise="a rank's loss is not the sum over its tokens by the tokens of all",
             )
+        loss = window_loss(language_model("cpu"), ranks.joined(PLANS[plan], 0))
+        cause = "a rank without labels has a share of 0, and no other"
+        shares = one["losses"][0] + other["losses"][0]
+        check_close(shares, loss, "sum of both ranks' shares", cause=cause)
         cause = "only one of them has stepped, or their gradients differ in the last bits"
         check_equal(other["weights"], one["weights"], "weights on rank 1, as on 0", cause=cause)
 
@@ -122,20 +138,25 @@ class TestPart4AccumulateOnRanks:
         Whatever the number of micro-batches: a backward pass outside no_sync() sends all of them.
         """
         plan = UNEQUAL[:count], UNEQUAL[-count:]
-        (calls, trained), _ = world.run(answer, ranks.sent, plan)
-        (theirs, _), _ = world.run(reference, ranks.sent, plan)
+        yours, theirs = (world.run(module, ranks.sent, plan)[0] for module in (answer, reference))
+        trained = yours["trained"]
         check_bar(
             f"bytes that rank 0 sends in a window of {count}",
-            sum(nbytes for _, _, nbytes in calls),
+            yours["bytes"],
             4 * trained + 8 * 8,
             plain=count * 4 * trained,
-            reference=sum(nbytes for _, _, nbytes in theirs),
+            reference=theirs["bytes"],
             formula="one set of trained gradients + 8 numbers; plain sends one a micro-batch",
             cause="gradients are sent for every micro-batch: forward too belongs in no_sync()",
         )
-        large = [kind for kind, numel, _ in calls if numel > 8]
-        cause = "each tensor is sent by itself, or counts are more than 8 numbers"
-        check_equal(large, ["all_reduce"], "collective calls of more than 8 numbers", cause=cause)
+        few = [size <= 8 for size in yours["sizes"]]
+        cause = "one call for the counts, and one for all gradients: each tensor is sent by itself,"
+        cause += " or counts are more than 8 numbers, or flags or losses have calls of their own"
+        what = "whether a call sends at most 8 numbers, in order"
+        check_equal(few, [True, False], what, cause=cause)
+        what = "gradients sent by DDP in a backward pass"
+        cause = "gradients are sent by hand: in one more copy, and behind the back of DDP's hooks"
+        check_equal(yours["by DDP"], trained, what, cause=cause)
 
     @pytest.mark.saves
     def test_a_ranks_peak_is_the_same_for_2_and_8_micro_batches(self, answer, reference, world):
@@ -161,16 +182,12 @@ class TestPart4AccumulateOnRanks:
 
     @pytest.mark.survives
     @pytest.mark.parametrize("bad_rank", [0, 1])
-    @pytest.mark.parametrize("kind", ["no_micro_batch", "bad_shapes"])
+    @pytest.mark.parametrize("kind", BAD)
     def test_a_bad_window_on_one_rank_is_refused_by_all(self, answer, world, kind, bad_rank):
         """Who raises alone leaves the others waiting for ever."""
-        good = ranks.windows(UNEQUAL_RANKS, 5)
-        tokens = torch.ones(12, dtype=torch.int64)
-        bad, words = {
-            "no_micro_batch": ([], ["0"]),
-            "bad_shapes": ([*good[bad_rank], (tokens.view(2, 6), tokens.view(6, 2))], ["2", "6"]),
-        }[kind]
-        plan = [bad if rank == bad_rank else good[rank] for rank in (0, 1)]
+        plan = ranks.windows(UNEQUAL_RANKS, 5)
+        batch, words = BAD[kind]
+        plan[bad_rank] = [] if batch is None else [*plan[bad_rank], batch]
         mentions = [words if rank == bad_rank else [] for rank in (0, 1)]
         when = f"on every rank, where rank {bad_rank} has {kind.replace('_', ' ')}"
         world.run(answer, ranks.refused, plan, mentions, when)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specs.gradient_accumulation.common import Batch
@@ -28,7 +29,8 @@ def labelled(
 ) -> list[Batch]:
     """Micro-batches of (samples, length) with so many labels at random places.
 
-    Micro-batch n has tokens from n to n + 3 only, so that no two have similar gradients.
+    Micro-batch n has tokens from n to n + 3 only, so that no two have similar gradients. Pairs are
+    lists, as DataLoader's are. Targets are a slice of a wider tensor, which view(-1) does not take.
     """
     generator = torch.Generator().manual_seed(seed)
     classes = torch.tensor([label for label in range(CLASSES) if label != ignore_index])
@@ -38,7 +40,8 @@ def labelled(
         targets = torch.full((samples * length,), ignore_index)
         places = torch.randperm(samples * length, generator=generator)[:labels]
         targets[places] = classes[torch.randint(len(classes), (labels,), generator=generator)]
-        batches.append((inputs.to(device), targets.view(samples, length).to(device)))
+        wider = F.pad(targets.view(samples, length), (1, 0)).to(device)
+        batches.append([inputs.to(device), wider[:, 1:]])
     return batches
 
 
@@ -61,6 +64,13 @@ def window_loss(model: nn.Module, batches: Sequence[Batch], ignore_index: int = 
 def wide_model(device: torch.device) -> nn.Module:
     torch.manual_seed(4)
     return nn.Sequential(nn.Embedding(64, 24), nn.Linear(24, 512)).to(device)
+
+
+def deep_language_model(device: torch.device) -> nn.Module:
+    """Gradients are nearly all that it needs for a few tokens: 12 weights of 64 x 64."""
+    torch.manual_seed(4)
+    layers = [nn.Linear(64, 64) for _ in range(10)]
+    return nn.Sequential(nn.Embedding(64, 64), *layers, nn.Linear(64, 64)).to(device)
 
 
 def many_tokens(device: torch.device, count: int) -> list[Batch]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -54,6 +56,29 @@ def loss_of(out: Tensor) -> Tensor:
 
 def named(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
     return dict(nn.ModuleList(layers).named_parameters())
+
+
+def check_not_torchs_own(step: Callable[[], object]) -> None:
+    """Fail if a function of torch.utils.checkpoint runs in `step`."""
+    __tracebackhide__ = True
+    seen: list[str] = []
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            seen.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    check(
+        not seen,
+        expected="a checkpoint made without torch.utils.checkpoint",
+        got=f"{seen[0]}() of that module runs" if seen else "",
+        cause="the checkpoint is to be written here",
+    )
 
 
 @dataclass

@@ -13,6 +13,7 @@ from kit.toys import mlp
 from kit.verdict import check, check_bar, check_equal
 from specs.segment_checkpointing.common import (
     chain,
+    check_not_torchs_own,
     check_same,
     loss_of,
     peak_of,
@@ -136,6 +137,11 @@ class TestPart1Checkpoint:
         cause = "nothing is run again, so everything was kept" if len(log) < 2 else "once is enough"
         check_equal(len(log), 2, "runs after the backward pass", cause=cause)
 
+    @pytest.mark.works
+    def test_is_not_torchs_own(self, answer, device):
+        model, x = mlp(7, 13, 5, device=device), _leaf(11, 7, device=device)
+        check_not_torchs_own(lambda: loss_of(answer.checkpoint(model, x)).backward())
+
     @pytest.mark.exact
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
     def test_loss_and_gradients_are_the_plain_ones_to_the_bit(self, answer, device, case):
@@ -234,7 +240,8 @@ class TestPart1Checkpoint:
             plain=plain_peak(blocks, x),
             reference=peak(reference.checkpoint),
             formula="6 + 3 inputs + one block's plain peak",
-            cause="the graph of the first run is kept: it must run without gradients",
+            cause="the graph of the first run is kept: it must run without gradients; or the "
+            "second run's in a cycle of references",
         )
 
     @pytest.mark.saves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ class _Caster(nn.Module):
         return x.exp()
 
 
-def _mixture(a: Tensor, scale: int, b: Tensor, which: Tensor, name: str) -> tuple[object, ...]:
+def _mixture(
+    a: Tensor, none: None, scale: int, b: Tensor, which: Tensor, name: object
+) -> tuple[object, ...]:
     """Tensors and other things in and out, in no particular order."""
     return scale, (a * b).sin() * scale, None, True, a.exp() + b, name, which.flip(0), b[which]
 
@@ -54,12 +57,16 @@ class TestPart2SecondRun:
         which = torch.tensor([3, 1, 3], device=device)
 
         def loss(call: Callable[..., tuple]) -> Tensor:
-            out = call(_mixture, a, 3, b, which, "name")
+            out = call(function, a, None, 3, b, which, name)
             outputs.append(out)
             # Each output with a weight of its own, so that none can stand in for another.
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
 
-        outputs: list[tuple] = []
+        def function(*args: Any) -> tuple[object, ...]:
+            names.append(args[-1])
+            return _mixture(*args)
+
+        name, names, outputs = object(), [], []
         want = train(lambda: loss(plain_call), {"a": a, "b": b})
         got = train(lambda: loss(answer.checkpoint), {"a": a, "b": b})
         check_equal(
@@ -72,6 +79,8 @@ class TestPart2SecondRun:
             cause = "an output that is not trained does not come through as it is"
             check_equal(outputs[1][place], outputs[0][place], f"output {place}", cause=cause)
         check_same(got, want, cause=_pairs)
+        cause = "what is no tensor is copied: the second run gets another object"
+        check_equal(names, [name] * 3, "objects that the function was given", cause=cause)
 
     @pytest.mark.exact
     @pytest.mark.parametrize("draws", [0, 3], ids=["at_once", "other_draws_in_between"])
@@ -167,6 +176,28 @@ class TestPart2SecondRun:
         check_equal(model.dtypes, [torch.float32] * 2, "dtypes of the two runs", cause=cause)
 
     @pytest.mark.exact
+    def test_the_backward_pass_itself_is_outside_the_autocast_of_the_first_run(
+        self, answer, device
+    ):
+        """In float32 inside an autocast block: its backward pass is in float32 too."""
+        outer, inner = (nn.Linear(7, 7, device=device) for _ in range(2))
+        x = torch.randn(11, 7, device=device, requires_grad=True)
+        leaves = {"x": x, **named([outer, inner])}
+
+        def function(t: Tensor) -> Tensor:
+            t = outer(t)
+            with torch.autocast(device.type, enabled=False):
+                return inner(t.float()).sin()
+
+        def loss(call: Callable[..., Tensor]) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16):
+                return loss_of(call(function, x))
+
+        want = train(lambda: loss(plain_call), leaves)
+        cause = "backward() runs where autocast is restored for the second run, and is cast"
+        check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=cause)
+
+    @pytest.mark.exact
     def test_a_weight_that_autocast_has_cast_before_gets_its_gradient(self, answer, device):
         """One weight inside and outside the checkpoint, and backward inside the autocast block.
 
@@ -194,6 +225,30 @@ class TestPart2SecondRun:
             error = (value - grad).norm() / grad.norm()
             what = f"error of the gradient of {name}, relative to its length,"
             check_close(error, 0.0, what, atol=4 * 2**-8, rtol=0, cause=cause)
+
+    @pytest.mark.exact
+    @pytest.mark.parametrize("cached", [True, False], ids=["cached", "not_cached"])
+    def test_a_weight_that_is_used_twice_under_autocast_adds_up_in_its_dtype(
+        self, answer, device, cached
+    ):
+        """Autocast casts a weight once and adds the gradients of its uses in 16 bits: to the bit.
+
+        A run that casts at each use, as with cache_enabled=False, adds them in float32.
+        """
+        layer = nn.Linear(33, 33, device=device)
+        x = torch.randn(17, 33, device=device, requires_grad=True)
+        leaves = {"x": x, **dict(layer.named_parameters())}
+
+        def loss(call: Callable[..., Tensor]) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=cached):
+                out = call(lambda t: layer(layer(t).tanh()), x)
+            return loss_of(out)
+
+        want = train(lambda: loss(plain_call), leaves)
+        cause = "the second run casts a weight at each use: autocast's cache is off"
+        if not cached:
+            cause = "autocast's cache was off in the first run, and is on in the second"
+        check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=cause)
 
 
 _pairs = "gradients are handed to other outputs or arguments than theirs, or outputs lose theirs"

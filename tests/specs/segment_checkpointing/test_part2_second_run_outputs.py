@@ -52,14 +52,18 @@ class TestPart2SecondRunOutputs:
         [
             lambda x, w: (x * w).unbind(0),
             lambda x, w: (x * w)[:].relu_(),
-            lambda x, w: (x, (x * w).view(-1), x[1:]),
+            lambda x, w: (x, (x * w).view(-1), x[2:]),
             lambda x, w: (x * w,),
         ],
         ids=["views_of_one_tensor", "a_view_changed_in_place", "the_argument_itself", "a_tuple"],
     )
     def test_outputs_may_be_views_arguments_and_tuples(self, answer, device, function):
-        """In-place on a view was lost once in torch (pytorch#26546, pytorch#36383)."""
-        x = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]], device=device, requires_grad=True)
+        """In-place on a view was lost once in torch (pytorch#26546, pytorch#36383).
+
+        Small integers, and sizes that are powers of two: sums are the same in every order.
+        """
+        x = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0], [-7.0, 8.0]], device=device)
+        x.requires_grad_()
         w = torch.tensor(2.0, device=device, requires_grad=True)
 
         def loss(call: Callable[..., object]) -> Tensor:
@@ -73,6 +77,23 @@ class TestPart2SecondRunOutputs:
         got = train(lambda: loss(answer.checkpoint), {"x": x, "w": w})
         check_equal(kinds[1], kinds[0], "type of the result", cause="a tuple is not kept a tuple")
         check_same(got, want, cause=_pairs)
+
+    @pytest.mark.exact
+    def test_an_output_may_be_a_parameter_or_a_buffer(self, answer, device):
+        """As it leaves the function, and it stays a leaf: training goes on with it."""
+        weight = torch.randn(5, device=device, requires_grad=True)
+        x, fixed = torch.randn(3, 5, device=device, requires_grad=True), torch.rand(5).to(device)
+
+        def loss(call: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+            out, kept, mask = call(lambda t: ((t * weight).exp(), weight, fixed), x)
+            cause = "a tensor that is returned as it is becomes part of the graph: detach it"
+            check_equal(weight.is_leaf, True, "is_leaf of the parameter", cause=cause)
+            check_equal(fixed.requires_grad, False, "requires_grad of the buffer", cause=cause)
+            return loss_of(out * mask) + loss_of(kept)
+
+        leaves = {"x": x, "weight": weight, "fixed": fixed}
+        want = train(lambda: loss(plain_call), leaves)
+        check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=_pairs)
 
     @pytest.mark.exact
     def test_a_checkpoint_may_stand_inside_another(self, answer, device):

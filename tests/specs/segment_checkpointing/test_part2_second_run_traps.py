@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from kit.verdict import check_equal, check_raises, fail
 from specs.segment_checkpointing.common import check_same, loss_of, train
 
+CHANGED = ("input", "mask_without_gradient", "view_of_it", "indices")
+
+
+def _changed(which: str, *args: Tensor) -> Tensor:
+    """The argument, or the view of one, of that name."""
+    return dict(zip(CHANGED, (*args[:2], args[0][1:], args[2]), strict=True))[which]
+
 
 class TestPart2SecondRunTraps:
     """Part 2: checkpoint - what makes the second run equal the first"""
@@ -18,31 +25,31 @@ class TestPart2SecondRunTraps:
     subject = "checkpoint"
 
     @pytest.mark.survives
-    @pytest.mark.parametrize("which", ["input", "mask_without_gradient", "view_of_it"])
+    @pytest.mark.parametrize("which", CHANGED)
     def test_refuses_an_argument_that_was_changed_since(self, answer, device, which):
         """The second run would compute the gradients of another function."""
         x = torch.randn(5, device=device, requires_grad=True)
-        h, mask = x * 1, torch.rand(5, device=device)
-        loss = answer.checkpoint(lambda a, b: (a * b).exp(), h, mask).sum()
+        h, mask, index = x * 1, torch.rand(5, device=device), torch.arange(3, device=device)
+        loss = answer.checkpoint(lambda a, b, i: (a * b).exp()[i], h, mask, index).sum()
         with torch.no_grad():
-            {"input": h, "mask_without_gradient": mask, "view_of_it": h[1:]}[which].mul_(2)
+            _changed(which, h, mask, index).add_(1)
         cause = "arguments are kept on ctx: only save_for_backward looks for changes in place"
         _check_refused(loss.backward, f"from backward(), after {which} was changed", cause)
 
     @pytest.mark.survives
-    @pytest.mark.parametrize("which", ["input", "mask_without_gradient", "view_of_it"])
+    @pytest.mark.parametrize("which", CHANGED)
     def test_refuses_a_function_that_changes_its_argument(self, answer, device, which):
         """relu_() on the input, and the second run starts where the first has ended."""
         x = torch.randn(5, device=device, requires_grad=True)
-        h, mask = x * 1, torch.rand(5, device=device)
+        h, mask, index = x * 1, torch.rand(5, device=device), torch.arange(3, device=device)
 
-        def function(a: Tensor, b: Tensor) -> Tensor:
-            {"input": a, "mask_without_gradient": b, "view_of_it": a[1:]}[which].mul_(2)
-            return (a * b).exp()
+        def function(a: Tensor, b: Tensor, i: Tensor) -> Tensor:
+            _changed(which, a, b, i).add_(1)
+            return (a * b).exp()[i]
 
         cause = "no version (tensor._version) is compared before and after the first run"
         when = f"from the forward pass, when the function changes {which}"
-        _check_refused(lambda: answer.checkpoint(function, h, mask), when, cause)
+        _check_refused(lambda: answer.checkpoint(function, h, mask, index), when, cause)
 
     @pytest.mark.survives
     def test_a_function_may_change_its_own_tensors_in_place(self, answer, device):

@@ -17,6 +17,7 @@ from specs.segment_checkpointing.common import (
     big_chain,
     big_input,
     chain,
+    check_not_torchs_own,
     check_random,
     check_same,
     loss_of,
@@ -56,6 +57,12 @@ class TestPart3Segments:
             cause = "detaching at a border cuts the graph and nothing joins it again"
         check_same(got, want, cause=cause)
         check_random(got, want, cause="the random stream afterwards is another")
+
+    @pytest.mark.works
+    def test_segments_are_not_torchs_own(self, answer, device):
+        layers, _ = chain(7, device)
+        x = torch.randn(13, 5, device=device, requires_grad=True)
+        check_not_torchs_own(lambda: loss_of(answer.run_in_segments(layers, x, 3)).backward())
 
     @pytest.mark.works
     def test_best_segments_has_the_lowest_peak(self, answer):
@@ -117,7 +124,7 @@ class TestPart3Segments:
         def loss(run: Callable[[Tensor], Tensor]) -> Tensor:
             return loss_of(run(before(x) if kind == "from_another_layer" else x))
 
-        leaves = named([*layers, before])
+        leaves = {"x (which needs none)": x, **named([*layers, before])}
         want = train(lambda: loss(lambda y: plain(layers, y)), leaves)
         got = train(lambda: loss(lambda y: answer.run_in_segments(layers, y, 3)), leaves)
         cause = "the first segment's checkpoint is left out of the graph, or cut off what is before"
@@ -254,7 +261,7 @@ class TestPart3Segments:
         check_raises(
             lambda: answer.run_in_segments(layers, x, segments),
             ValueError,
-            mentions=[segments, count],
+            mentions=[segments, count] if count else [0],
             when=f"for {segments} segments of {count} layers",
         )
         cause = "the numbers are checked when layers have run already"

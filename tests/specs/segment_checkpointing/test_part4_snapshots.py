@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit.ruler import measure
 from kit.toys import mlp
 from kit.verdict import check, check_bar, check_equal
 from specs.segment_checkpointing.common import (
@@ -112,6 +113,10 @@ class TestPart4Snapshots:
             "the schedule that is run is not the one that is counted, or a layer runs without a "
             "graph right before it runs with one"
         )
+        if len(log) < want:
+            cause = (
+                "no schedule is so short: more inputs are kept than `snapshots`, or x is not one"
+            )
         check_equal(len(log), want, "runs of layers", cause=cause)
         cause = "the loss is computed again when its layer is"
         check_equal(len(losses), 1, "calls of loss_fn", cause=cause)
@@ -156,6 +161,19 @@ class TestPart4Snapshots:
         cause = "gradients are set, not added to those of an earlier backward pass"
         check_same(got, want, cause=cause)
 
+    @pytest.mark.exact
+    def test_the_loss_may_have_parameters(self, answer, device):
+        layers, _ = chain(5, device)
+        head, x = nn.Linear(5, 3, device=device), torch.randn(13, 5, device=device)
+
+        def loss_fn(out: Tensor) -> Tensor:
+            return loss_of(head(out))
+
+        leaves = named([*layers, head])
+        want = train(lambda: loss_fn(plain(layers, x)), leaves)
+        got = run(lambda: answer.backward_with_snapshots(layers, x, loss_fn, 2), leaves)
+        check_same(got, want, cause="only the layers' own parameters are asked for a gradient")
+
     @pytest.mark.saves
     @pytest.mark.parametrize(("count", "snapshots"), [(10, 2), (10, 4), (24, 3), (13, 1), (9, 12)])
     def test_keeps_no_more_inputs_than_it_may(self, answer, device, count, snapshots):
@@ -198,6 +216,26 @@ class TestPart4Snapshots:
             cause="snapshots are not given up when they are done, or a graph spans several layers",
         )
 
+    @pytest.mark.saves
+    def test_the_sweep_leaves_nothing_behind(self, answer, reference, device):
+        """Bar: 8 KiB. An input has 32 KiB or more."""
+        layers, x = big_chain(10, device), big_input(device)
+        known = zero_grads(layers, x)
+
+        def left(module: object) -> int:
+            step = partial(module.backward_with_snapshots, layers, x, loss_of, 3)
+            return measure(step, device, known=known).retained
+
+        check_bar(
+            "bytes after the sweep",
+            left(answer),
+            8192,
+            plain=plain_peak(layers, x),
+            reference=left(reference),
+            formula="8 KiB",
+            cause="an output or a snapshot is kept where it outlives the call",
+        )
+
     @pytest.mark.survives
     @pytest.mark.parametrize("kind", ["data", "indices", "from_another_layer", "unequal_widths"])
     @pytest.mark.parametrize("frozen", [0, 2], ids=["all_trained", "two_frozen"])
@@ -218,7 +256,7 @@ class TestPart4Snapshots:
         def x() -> Tensor:
             return before(data) if kind == "from_another_layer" else data
 
-        leaves = named([*layers, before])
+        leaves = {"data (which needs none)": data, **named([*layers, before])}
         want = train(lambda: loss_of(plain(layers, x())), leaves)
         got = run(lambda: answer.backward_with_snapshots(layers, x(), loss_of, 2), leaves)
         cause = "the gradient does not get to, or past, the first layer"
