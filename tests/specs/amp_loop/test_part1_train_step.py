@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit.precisions import DTYPES, HALVES
 from kit.ruler import bytes_of, measure
-from kit.toys import mlp
+from kit.toys import Probe, mlp
 from kit.verdict import check, check_bar, check_close, check_equal
-from specs.amp_loop.common import DTYPES, HALVES, grads_of, mse
+from specs.amp_loop.common import grads_of, mse
 from specs.amp_loop.train_step import (
     TOLERANCE,
-    Probe,
     check_norm,
     norm_of,
     regression,

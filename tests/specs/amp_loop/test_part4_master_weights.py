@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit.precisions import HALVES
 from kit.ruler import bytes_of, measure
 from kit.toys import mlp
 from kit.verdict import check, check_bar, check_close, check_equal, check_raises
-from specs.amp_loop.common import HALVES
 
 
 def layer(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:

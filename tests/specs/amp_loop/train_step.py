@@ -71,21 +71,3 @@ def check_norm(got: Tensor | float, want: Tensor, dtype: torch.dtype) -> None:
     if ratio > 2:
         cause = f"it is {ratio:.0f} times the true norm; before unscale_ it is 65536 times"
     check_close(got, want, "grad_norm, before clipping", rtol=TOLERANCE[dtype], cause=cause)
-
-
-class Probe(nn.Module):
-    """Passes its input through and notes what it sees on the way forward and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-        self.backward_under_autocast: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.dtypes.append(x.dtype)
-        x = x * 1
-        device = x.device.type
-        x.register_hook(
-            lambda grad: self.backward_under_autocast.append(torch.is_autocast_enabled(device))
-        )
-        return x

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit.precisions import DTYPES, HALVES
+from kit.toys import Probe
 from kit.verdict import check, check_close, check_equal
-from specs.amp_loop.common import DTYPES, HALVES
-from specs.amp_loop.train_step import Probe
 from specs.gradient_accumulation.common import (
     Batch,
     check_vector,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from kit.precisions import DTYPES
 from kit.ruler import measure
 from kit.toys import mlp
 from kit.verdict import check_bar
-from specs.amp_loop.common import DTYPES
 from specs.gradient_accumulation.common import (
     Batch,
     deep_model,

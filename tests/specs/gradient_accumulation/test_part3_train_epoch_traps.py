@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit.precisions import DTYPES
 from kit.verdict import check, check_close, check_equal, check_raises, show
-from specs.amp_loop.common import DTYPES
 from specs.gradient_accumulation.common import (
     Batch,
     bad_batch,
