@@ -109,6 +109,6 @@ class TestPart1LargeModelTraps:
                 lambda: model(torch.ones(x_shape, device=device), mask=mask),
                 ValueError,
                 mentions=[named],
-                when=f"for x of shape {x_shape} and a mask of shape {mask_shape}, hidden_dim {WIDTH}"
-                f", {'in training' if training else 'in eval mode'}",
+                when=f"for x of shape {x_shape}, mask of shape {mask_shape}, hidden_dim {WIDTH},"
+                f" {'in training' if training else 'in eval mode'}",
             )
