@@ -8,6 +8,7 @@ The nursery imports torch itself and not the specs, so it has no threads and not
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -81,7 +82,10 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the parent, which ends us
     control, folder = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     if _FORKS:
+        gc.disable()  # while objects are made that stay
         importlib.import_module("kit.rank").prepare()
+        gc.freeze()
+        gc.enable()
     children: set[int] = set()
     try:
         while True:
