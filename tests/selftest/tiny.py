@@ -252,14 +252,22 @@ def later(name: str, run: Callable[[], Result]) -> None:
 
 
 def result(name: str) -> Result:
-    """What that run came to; the first question starts all of them."""
-    return _started()[name].result()
+    """What that run came to."""
+    return started()[name].result()
 
 
 @once
-def _started() -> dict[str, Future[Result]]:
-    pool = ThreadPoolExecutor(3)  # some of them only wait
-    return {name: pool.submit(run) for name, run in _RUNS.items()}
+def started() -> dict[str, Future[Result]]:
+    """All the runs, in the background from the first call on."""
+    return {name: _POOL.submit(run) for name, run in _RUNS.items()}
+
+
+def stop() -> None:
+    """Start no more of them."""
+    _POOL.shutdown(wait=False, cancel_futures=True)
+
+
+_POOL = ThreadPoolExecutor(3)  # some of them only wait
 
 
 @once
