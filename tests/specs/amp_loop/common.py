@@ -1,14 +1,10 @@
-"""What all parts of amp_loop share: a loss, and gradients as a list."""
+"""What all parts of amp_loop share: gradients as a list."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from torch import Tensor
-
-
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def grads_of(params: Iterable[Tensor]) -> list[Tensor]:

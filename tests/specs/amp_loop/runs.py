@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from specs.amp_loop.common import mse
+from kit.toys import mse
 
 
 def batches(count: int, device: torch.device, overflow_at: tuple[int, ...] = ()) -> list:

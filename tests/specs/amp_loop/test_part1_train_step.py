@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from kit.precisions import DTYPES, HALVES
 from kit.ruler import bytes_of, measure
-from kit.toys import Probe, mlp
+from kit.toys import Probe, mlp, mse
 from kit.verdict import check, check_bar, check_close, check_equal
-from specs.amp_loop.common import grads_of, mse
+from specs.amp_loop.common import grads_of
 from specs.amp_loop.train_step import (
     TOLERANCE,
     check_norm,

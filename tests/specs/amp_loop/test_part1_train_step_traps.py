@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 
 from kit.precisions import DTYPES
 from kit.snapshot import Snapshot
+from kit.toys import mse
 from kit.verdict import check, check_close, check_equal, check_raises, show
-from specs.amp_loop.common import mse
 from specs.amp_loop.train_step import BAD, TOLERANCE, norm_of, regression, take_step, true_gradients
 
 

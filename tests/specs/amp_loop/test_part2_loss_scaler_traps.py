@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from kit.snapshot import Snapshot
-from kit.toys import mlp
+from kit.toys import mlp, mse
 from kit.verdict import check, check_equal, check_raises
-from specs.amp_loop.common import mse
 from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, weights
 
 

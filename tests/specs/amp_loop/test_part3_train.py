@@ -12,9 +12,8 @@ from torch.amp import GradScaler
 
 from kit.precisions import DTYPES
 from kit.ruler import measure
-from kit.toys import Block, mlp, text_batches
+from kit.toys import Block, mlp, mse, text_batches
 from kit.verdict import check, check_bar, check_close, check_equal
-from specs.amp_loop.common import mse
 from specs.amp_loop.runs import Run, batches
 
 

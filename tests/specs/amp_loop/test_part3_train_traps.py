@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kit.snapshot import Snapshot
-from kit.toys import mlp
+from kit.toys import mlp, mse
 from kit.verdict import check, check_close, check_equal, check_raises
-from specs.amp_loop.common import mse
 from specs.amp_loop.runs import Run, Unsavable, batches
 
 

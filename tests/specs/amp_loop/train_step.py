@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kit.toys import mlp
+from kit.toys import mlp, mse
 from kit.verdict import check_close
-from specs.amp_loop.common import mse
 
 # Rounding of one 16-bit operation; sums of a few hundred products stay within four of them.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}

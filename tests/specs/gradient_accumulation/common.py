@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit.ruler import measure
+from kit.ruler import bytes_of, measure
 from kit.toys import mlp
 from kit.verdict import check, fail, show
 
 Batch = tuple[Tensor, Tensor]
 LossFn = Callable[[Tensor, Tensor], Tensor]
-
-
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def regression(device: torch.device, *sizes: int) -> tuple[nn.Sequential, list[Batch]]:
@@ -149,7 +145,7 @@ def count_steps(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def gradient_bytes(model: nn.Module) -> int:
     """What one set of gradients takes: each rounded up to 512 bytes, as the ruler counts."""
-    return sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+    return bytes_of(*(p.detach() for p in model.parameters()))
 
 
 def deep_model(device: torch.device, count: int) -> tuple[nn.Module, list[Batch]]:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from specs.gradient_accumulation.common import Batch, LossFn, count_steps, joined, mse
+from kit.toys import mse
+from specs.gradient_accumulation.common import Batch, LossFn, count_steps, joined
 
 # Rounding of one 16-bit operation; sums of a few hundred products stay within four of them.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kit.ruler import measure
-from kit.toys import mlp
+from kit.toys import mlp, mse
 from kit.verdict import check, check_bar, check_close, check_equal
 from specs.gradient_accumulation.common import (
     Batch,
@@ -19,7 +19,6 @@ from specs.gradient_accumulation.common import (
     gradient_in,
     joined,
     lopsided,
-    mse,
     one_micro_batch,
     regression,
     sequence_gradients,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kit.snapshot import Snapshot
+from kit.toys import mse
 from kit.verdict import check, check_equal, check_raises, show
 from specs.gradient_accumulation.common import (
     bad_batch,
@@ -14,7 +15,6 @@ from specs.gradient_accumulation.common import (
     gradient,
     gradient_in,
     joined,
-    mse,
     regression,
 )
 

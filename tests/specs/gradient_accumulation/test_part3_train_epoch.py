@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kit.precisions import DTYPES, HALVES
-from kit.toys import Probe
+from kit.toys import Probe, mse
 from kit.verdict import check, check_close, check_equal
 from specs.gradient_accumulation.common import (
     Batch,
@@ -18,7 +18,6 @@ from specs.gradient_accumulation.common import (
     gradient,
     joined,
     lopsided,
-    mse,
     regression,
     sequence_gradients,
     sequences,

@@ -10,14 +10,13 @@ from torch import nn
 
 from kit.precisions import DTYPES
 from kit.ruler import measure
-from kit.toys import mlp
+from kit.toys import mlp, mse
 from kit.verdict import check_bar
 from specs.gradient_accumulation.common import (
     Batch,
     deep_model,
     gradient_bytes,
     joined,
-    mse,
     one_micro_batch,
 )
 from specs.gradient_accumulation.epochs import scaler_for

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kit.snapshot import Snapshot
+from kit.toys import mse
 from kit.verdict import check_equal, check_raises
-from specs.gradient_accumulation.common import mse, regression
+from specs.gradient_accumulation.common import regression
 from specs.gradient_accumulation.epochs import Epoch
 
 # What is passed, and a part of the value that the message must hold.

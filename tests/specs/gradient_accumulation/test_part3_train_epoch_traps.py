@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kit.precisions import DTYPES
+from kit.toys import mse
 from kit.verdict import check, check_close, check_equal, check_raises, show
 from specs.gradient_accumulation.common import (
     Batch,
@@ -19,7 +20,6 @@ from specs.gradient_accumulation.common import (
     flat,
     gradient,
     joined,
-    mse,
     regression,
 )
 from specs.gradient_accumulation.epochs import TOLERANCE, Epoch, scaler_for, spoil
