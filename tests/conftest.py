@@ -9,8 +9,9 @@ NotImplementedError and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ from kit import verdict
 from kit.answers import Answer, load, sources
 from kit.catalog import find_kata
 from kit.hygiene import clean_slate
+from kit.nursery import Nursery
 from kit.world import World
 
 
@@ -163,11 +165,19 @@ def world(request: pytest.FixtureRequest) -> World:
     return _world(request.config, getattr(request, "param", 2))
 
 
+@pytest.fixture
+def worlds(request: pytest.FixtureRequest) -> Callable[[int], World]:
+    """Real processes of several sizes in one spec: `worlds(4)`."""
+    return functools.partial(_world, request.config)
+
+
+_NURSERY = pytest.StashKey[Nursery]()
 _WORLDS = pytest.StashKey[dict[int, World]]()
 
 
 def _world(config: pytest.Config, size: int) -> World:
-    return config.stash.setdefault(_WORLDS, {}).setdefault(size, World(size))
+    nursery = config.stash.setdefault(_NURSERY, Nursery())
+    return config.stash.setdefault(_WORLDS, {}).setdefault(size, World(size, nursery))
 
 
 def _launch_world(item: pytest.Item) -> None:
@@ -183,6 +193,8 @@ def _launch_world(item: pytest.Item) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     for world in config.stash.get(_WORLDS, {}).values():
         world.close()
+    if _NURSERY in config.stash:
+        config.stash[_NURSERY].close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
-"""Makes the ranks of the real world: one process imports torch, and every rank is a fork of it.
+"""Makes the ranks of the real worlds: one process imports torch, and every rank is a fork of it.
 
-A world that broke is there again in a tenth of a second, and four ranks cost no more than two. On
-macOS a fork may not use the system's linear algebra, so there every rank is a program of its own.
+A world of any size is there in a tenth of a second, the first time and after it broke. On macOS a
+fork may not use the system's linear algebra, so there every rank is a program of its own.
 The nursery imports torch itself and not the specs, so it has no threads and nothing of an answer.
 """
 
@@ -12,32 +12,74 @@ import gc
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 from kit.catalog import ROOT
 
 _FORKS = sys.platform == "linux"
 _MESSAGE = 4096
+_PATIENCE = 10.0  # for an answer that it has at once
+_UP = "up"  # the file that says that it has imported everything
 
 
 class Nursery:
-    """The parent's side: it imports from the start, and does what it is asked for after that."""
+    """The parent's side: one process for worlds of every size, started with the first of them.
 
-    def __init__(self, folder: Path) -> None:
+    One that has died is replaced when the next ranks are asked for.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path()
+        self._born = 0
+
+    @property
+    def pid(self) -> int:
+        """The process; 0 if there is none."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_home_of(self, folder: Path) -> bool:
+        """Whether the ranks of that folder were made here: they go when the process goes."""
+        return self.is_alive and folder.parent == self._folder
+
+    def bear(self, size: int) -> tuple[Path, list[Connection]]:
+        """Ask for ranks that meet each other: the folder of their files, and the pipes to them."""
+        if not self.is_alive:
+            self.close()
+            self._start()
+        self._born += 1
+        folder = self._folder / f"world{self._born}"
+        pipes = [Pipe() for _ in range(size)]
+        self._ask({"bear": str(folder)}, [there.fileno() for _, there in pipes])
+        for _, there in pipes:
+            there.close()
+        return folder, [here for here, _ in pipes]
+
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="memory-katas-world-"))
         self._control, there = socket.socketpair()
-        self._control.settimeout(5.0)
-        with (folder / "log").open("wb") as log, there:
+        self._control.settimeout(_PATIENCE)
+        with (self._folder / "log").open("wb") as log, there:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", "from kit.nursery import serve; serve()"),
-                    *(str(there.fileno()), str(folder)),
+                    *(str(there.fileno()), str(self._folder), str(os.getpid())),
                 ],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
@@ -46,70 +88,105 @@ class Nursery:
                 pass_fds=[there.fileno()],
             )
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs."""
-        return self._process.poll() is None
-
-    def bear(self, size: int, store: str) -> list[Connection]:
-        """Ask for ranks that meet in the file `store`; the pipes to them."""
-        pipes = [Pipe() for _ in range(size)]
-        message = json.dumps({"store": store}).encode().ljust(_MESSAGE)
-        socket.send_fds(self._control, [message], [there.fileno() for _, there in pipes])
-        for _, there in pipes:
-            there.close()
-        return [here for here, _ in pipes]
-
     def wait(self, pid: int) -> int:
-        """The exit code of a rank that has ended, negative for a signal; 0 if nobody knows."""
-        try:
-            self._control.sendall(json.dumps({"pid": pid}).encode().ljust(_MESSAGE))
-            return int(self._control.recv(_MESSAGE))
-        except (OSError, ValueError):
-            return 0
+        """The exit code of a rank that has ended, negative for a signal; 0 if nobody knows.
 
-    def close(self, *, wait: float) -> None:
-        """End it and its ranks; it is given so many seconds to do that itself."""
+        The nursery must be the home of the rank.
+        """
+        self._ask({"wait": pid})
+        told, code = 0, 0
+        with contextlib.suppress(OSError, ValueError):
+            while told != pid:  # what an interrupted question was answered comes first
+                told, code = json.loads(self._control.recv(_MESSAGE))
+        return int(code)
+
+    def end(self, folder: Path) -> None:
+        """End the ranks of that folder, also those that have not said yet who they are."""
+        if self.is_home_of(folder):
+            self._ask({"end": str(folder)})
+
+    def _ask(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        with contextlib.suppress(OSError):  # it is dead: its ranks are too, which the world notices
+            socket.send_fds(self._control, [json.dumps(message).encode().ljust(_MESSAGE)], fds)
+
+    def close(self) -> None:
+        """End it and all its ranks."""
+        if self._process is None:
+            return
         self._control.close()
+        # As long as it imports torch, it hears nothing and has no ranks.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait)
+            self._process.wait(2.0 if (self._folder / _UP).exists() else 0.0)
         self._process.kill()
         self._process.wait()
+        self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def serve() -> None:
     """The nursery's own side: make ranks until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the parent, which ends us
-    control, folder = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    control, folder, parent = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     if _FORKS:
         gc.disable()  # while objects are made that stay
         importlib.import_module("kit.rank").prepare()
         gc.freeze()
         gc.enable()
-    children: set[int] = set()
+    Path(folder, _UP).touch()
+    children: dict[int, str] = {}  # the ranks by their process; the folder of each
     try:
-        while True:
-            data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 64)
-            if not data:
-                break
-            message = json.loads(data)
-            if "store" in message:
-                for rank, fd in enumerate(fds):
-                    arguments = [rank, len(fds), fd, os.getpid(), folder, message["store"]]
-                    children.add(_bear([str(value) for value in arguments], fds, control))
-                for fd in fds:
-                    os.close(fd)
-            else:
-                _, status = os.waitpid(message["pid"], 0)
-                children.discard(message["pid"])
-                control.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-    finally:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            os.waitpid(pid, 0)
+        with contextlib.suppress(ConnectionError):  # the parent is gone, with an answer unread
+            while _is_called(control, parent):
+                data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 64)
+                if not data:
+                    break
+                _obey(json.loads(data), fds, children, control)
+        _end(list(children), children)
         shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        traceback.print_exc()  # into the log, which the parent shows
+        sys.stderr.flush()
+    finally:
+        _end(list(children), children)
         os._exit(0)  # Python would take a second to clear torch away
+
+
+def _is_called(control: socket.socket, parent: int) -> bool:
+    """Wait for a message, or for the end of the parent, whose children may hold its socket."""
+    while not select.select([control], [], [], 1.0)[0]:
+        if os.getppid() != parent:
+            return False
+    return True
+
+
+def _obey(
+    message: dict[str, Any], fds: list[int], children: dict[int, str], control: socket.socket
+) -> None:
+    if "bear" in message:
+        folder = message["bear"]
+        Path(folder).mkdir()
+        for rank, fd in enumerate(fds):
+            arguments = [str(value) for value in (rank, len(fds), fd, os.getpid(), folder)]
+            children[_bear(arguments, fds, control)] = folder
+        for fd in fds:
+            os.close(fd)
+    elif "wait" in message:
+        pid = message["wait"]
+        status = os.waitpid(pid, 0)[1] if children.pop(pid, None) else 0
+        answer = json.dumps([pid, os.waitstatus_to_exitcode(status)])
+        control.sendall(answer.encode().ljust(_MESSAGE))
+    else:
+        folder = message["end"]
+        _end([pid for pid, home in children.items() if home == folder], children)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(pids: list[int], children: dict[int, str]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+        del children[pid]
 
 
 def _bear(arguments: list[str], fds: list[int], control: socket.socket) -> int:

@@ -75,10 +75,16 @@ def measure(
     Raises ValueError for a device that is neither cpu nor cuda, TypeError for something in `known`
     that cannot hold tensors, and whatever the step raises.
     """
+    device = measurable(device)
+    return _measure_cpu(step, known) if device.type == "cpu" else _measure_cuda(step, device)
+
+
+def measurable(device: torch.device | str) -> torch.device:
+    """The device, if it can be measured. Raises ValueError if not."""
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no memory ruler for device '{device}': it measures cpu and cuda")
-    return _measure_cpu(step, known) if device.type == "cpu" else _measure_cuda(step, device)
+    return device
 
 
 def bytes_of(*things: object) -> int:
@@ -88,7 +94,7 @@ def bytes_of(*things: object) -> int:
     parameters and gradients. Storages on every device count. Raises TypeError like `measure`.
     """
     storages: dict[int, torch.UntypedStorage] = {}
-    _visit(_tensors(things), lambda storage: storages.update({storage._cdata: storage}))
+    _visit(tensors_in(things), lambda storage: storages.update({storage._cdata: storage}))
     return sum(_rounded(storage.nbytes()) for storage in storages.values())
 
 
@@ -136,7 +142,7 @@ class LiveBytes(_Mode):
         self.baseline, self.above, self.timeline = 0, 0, [0]
         self._bytes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        _visit(_tensors(known), self._existed)
+        _visit(tensors_in(known), self._existed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # only wrappers define __tensor_flatten__; importing DTensor to ask for it costs a second
@@ -158,8 +164,7 @@ class LiveBytes(_Mode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             self._existed(storage)
             result = original(storage, size)
-            self._made(storage)
-            self.timeline.append(self.above)
+            self._resized(storage)
             return result
 
         with mock.patch.object(torch.UntypedStorage, "resize_", resize_), self:
@@ -177,14 +182,21 @@ class LiveBytes(_Mode):
             self._bytes[storage._cdata] = now
             self.above += now - before
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._made(storage)
+        self.timeline.append(self.above)
+
     def _watch(self, storage: torch.UntypedStorage) -> int:
-        # the storage is asked, not the tensor: a fake tensor calls itself cpu, its storage is meta
-        if storage.device.type != "cpu":
+        if not self._counts(storage):
             return 0
         key = storage._cdata
         self._bytes[key] = _rounded(storage.nbytes())
         self._refs[key] = weakref.ref(storage, partial(self._freed, key))
         return self._bytes[key]
+
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        # the storage is asked, not the tensor: a fake tensor calls itself cpu, its storage is meta
+        return storage.device.type == "cpu"
 
     def _freed(self, key: int, _: object) -> None:
         del self._refs[key]
@@ -199,7 +211,7 @@ class LiveBytes(_Mode):
 
 def _measure_cpu(step: Callable[[], object], known: Iterable[object]) -> Reading:
     live = LiveBytes(known)
-    with _collector_paused():
+    with collector_paused():
         with live.counting():
             step()
         gc.collect()
@@ -213,7 +225,7 @@ def _measure_cuda(step: Callable[[], object], device: torch.device) -> Reading:
     torch.cuda.reset_peak_memory_stats(device)
     baseline = torch.cuda.memory_allocated(device)
     samples = _AllocatedAfterEach(device)
-    with _collector_paused():
+    with collector_paused():
         with samples:
             step()
         gc.collect()
@@ -245,7 +257,7 @@ def _warm_up_cublas(device: torch.device) -> None:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     resume = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     # What is older than the step is set aside: a search through all of torch takes some 100 ms,
@@ -275,26 +287,31 @@ def _visit(values: Iterable[Any], note: Callable[[torch.UntypedStorage], None]) 
             _visit(value, note)
 
 
-def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """Every plain tensor that `thing` holds, gradients included; duplicates are possible."""
     if isinstance(thing, torch.Tensor):
-        if hasattr(type(thing), "__tensor_flatten__"):
-            names = thing.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-            parts = [getattr(thing, name) for name in names]  # a DTensor has its mesh among them
-            yield from _tensors([part for part in parts if isinstance(part, torch.Tensor)])
-        else:
-            yield thing
+        yield from parts_of(thing)
         if thing.is_leaf and thing.grad is not None:
-            yield from _tensors(thing.grad)
+            yield from tensors_in(thing.grad)
     elif isinstance(thing, nn.Module):
-        yield from _tensors((thing.parameters(), thing.buffers()))
+        yield from tensors_in((thing.parameters(), thing.buffers()))
     elif isinstance(thing, torch.optim.Optimizer):
-        yield from _tensors(group["params"] for group in thing.param_groups)
-        yield from _tensors(thing.state.values())
+        yield from tensors_in(group["params"] for group in thing.param_groups)
+        yield from tensors_in(thing.state.values())
     elif isinstance(thing, Mapping):
-        yield from _tensors(thing.values())
+        yield from tensors_in(thing.values())
     elif isinstance(thing, Iterable) and not isinstance(thing, str):
         for item in thing:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif not isinstance(thing, (int, float, str, type(None))):
         raise TypeError(f"no tensors can be found in a {type(thing).__name__}")
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor itself, or what a wrapper holds; without its gradient."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        parts = [getattr(tensor, name) for name in names]  # a DTensor has its mesh among them
+        yield from tensors_in([part for part in parts if isinstance(part, torch.Tensor)])
+    else:
+        yield tensor

@@ -5,17 +5,15 @@
 `ranks` is a module beside the specs, `mean_gradients(answer, rank, 3)` runs on every rank at once,
 and what it returns comes back in rank order. What it raises is raised here, with its own traceback.
 The processes are started once and serve every run; a run that breaks them ends them, and the next
-run has new ones from the nursery.
+run has new ones. Worlds of every size get theirs from one nursery and know nothing of each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,13 +73,11 @@ class _Idle:
 class World:
     """So many processes, each a rank of one gloo group."""
 
-    def __init__(self, size: int = 2) -> None:
+    def __init__(self, size: int, nursery: Nursery) -> None:
         self.size = size
+        self._nursery = nursery
         self._ranks: list[_Rank] = []
-        self._nursery: Nursery | None = None
         self._folder = Path()
-        self._generation = 0
-        self._has_met = False
 
     @property
     def pids(self) -> list[int]:
@@ -90,39 +86,29 @@ class World:
 
     def start(self) -> None:
         """Launch the ranks if they are not there yet, without waiting for them."""
-        if self._ranks:
+        if self._ranks and self._nursery.is_home_of(self._folder):
             return
-        if self._nursery is None or not self._nursery.is_alive:
-            self.close()
-            self._folder = Path(tempfile.mkdtemp(prefix="memory-katas-world-"))
-            self._nursery, self._has_met = Nursery(self._folder), False
-        self._generation += 1
-        pipes = self._nursery.bear(self.size, f"store{self._generation}")
+        self.close()
+        self._folder, pipes = self._nursery.bear(self.size)
         self._ranks = [_Rank(number, pipe) for number, pipe in enumerate(pipes)]
 
     def close(self) -> None:
-        """End every process at once."""
-        self._end_ranks()
-        if self._nursery:
-            # As long as it imports torch, it hears nothing and has no ranks.
-            self._nursery.close(wait=2.0 if self._has_met else 0.0)
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._nursery = None
-
-    def _end_ranks(self) -> None:
-        """End the ranks; the next run has new ones."""
+        """End the ranks at once; the next run has new ones."""
         for rank in self._ranks:
             self._reap(rank)
             rank.pipe.close()
+        if self._ranks:
+            self._nursery.end(self._folder)
         self._ranks = []
 
     def _reap(self, rank: _Rank) -> int:
         """Make sure that a rank is dead; its exit code. One that had ended keeps its own."""
-        if rank.ready is None or self._nursery is None:
-            return 0  # not there yet: it ends when it finds its pipe closed
+        if rank.ready is None:
+            return 0  # not there yet: the nursery knows it
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.ready.pid, signal.SIGKILL)
-        return self._nursery.wait(rank.ready.pid)
+        is_home = self._nursery.is_home_of(self._folder)
+        return self._nursery.wait(rank.ready.pid) if is_home else 0
 
     def run(
         self, answer: ModuleType, program: Callable[..., Any], *args: Any, limit: float = 10.0
@@ -144,7 +130,7 @@ class World:
             ends = self._follow(limit, may_hang=True)
             error = self._judge(ends, answer, limit)
         except BaseException:  # Ctrl-C, or the time limit of the spec
-            self._end_ranks()
+            self.close()
             raise
         if error is not None:
             raise error
@@ -156,9 +142,9 @@ class World:
         for number, end in self._follow(_START_LIMIT).items():
             if isinstance(end, Ready):
                 self._ranks[number].ready = end
-        self._has_met = bool(self.pids)
         if len(self.pids) < self.size:
-            logs = [path.read_text() for path in sorted(self._folder.glob("log*"))]
+            paths = [self._folder.parent / "log", *sorted(self._folder.glob("log*"))]
+            logs = [path.read_text(errors="replace") for path in paths if path.exists()]
             raise RuntimeError("the ranks could not be started\n" + "\n".join(logs))
 
     def _follow(self, limit: float, *, may_hang: bool = False) -> dict[int, Any]:
@@ -200,7 +186,7 @@ class World:
         code, main = self._reap(rank), rank.ready.main if rank.ready else ""
         rank.ready = None
         how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.Signals(-code).name}"
-        log = (self._folder / f"log{rank.number}").read_text(errors="replace")
+        log = self._read(f"log{rank.number}")
         return Dead(how, main_stack(self._stacks(rank), main), log)
 
     def _judge(
@@ -213,7 +199,7 @@ class World:
             stacks = {rank.number: self._ask_stack(rank) for rank in hung}
             error = hang(stacks, self.size, str(answer.__file__), limit)
         if hung or any(isinstance(end, Dead) for end in ends.values()):
-            self._end_ranks()
+            self.close()
             return error
         for rank in self._ranks:
             self._send(rank, None)
@@ -222,7 +208,7 @@ class World:
         steps = self._follow(_STEP_LIMIT if even else _STEP_LIMIT / 6)
         if len(steps) == self.size and all(step == InStep(True) for step in steps.values()):
             return error
-        self._end_ranks()
+        self.close()
         if error or any(isinstance(s, InStep) and s.group_is_gone for s in steps.values()):
             return error
         return out_of_step(ends)
@@ -241,7 +227,10 @@ class World:
         return next(iter(own or errors), None)
 
     def _stacks(self, rank: _Rank) -> str:
-        path = self._folder / f"stacks{rank.number}"
+        return self._read(f"stacks{rank.number}")
+
+    def _read(self, name: str) -> str:
+        path = self._folder / name
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _ask_stack(self, rank: _Rank) -> list[Frame]:

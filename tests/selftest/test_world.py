@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +12,8 @@ import torch
 from desk.explain import Judged, explain
 from kit import verdict
 from kit.answers import load
-from kit.catalog import ROOT
-from kit.rank import Collective
+from kit.collectives import Collective
+from kit.nursery import Nursery
 from kit.verdict import Bar, SpecFailure
 from kit.world import World
 from selftest import world_programs as programs
@@ -28,11 +24,12 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def ours():
-    world = World()
+    nursery = Nursery()
+    world = World(2, nursery)
     world.start()
     yield world
-    pids = world.pids
-    world.close()
+    pids = [*world.pids, nursery.pid]
+    nursery.close()
     assert not any(map(_is_alive, pids))
 
 
@@ -214,43 +211,6 @@ def test_a_collective_that_only_one_rank_has_begun(ours, bad):
 def test_a_process_group_that_is_destroyed(ours, bad):
     assert ours.run(bad, programs.destroy) == [None, None]
     assert len(ours.run(bad, programs.who)) == 2
-
-
-PARENT = """\
-import sys, time
-from pathlib import Path
-from kit.answers import load
-from kit.world import World
-from selftest import world_programs as programs
-
-path = Path(sys.argv[1])
-path.write_text(programs.ANSWER)
-world = World()
-world.run(load(path), programs.who)
-print(*world.pids, world._nursery._process.pid, world._folder, flush=True)
-world.run(load(path), programs.on_rank_0, "endless", limit=100)
-"""
-
-
-def test_ranks_end_with_their_parent_and_worlds_do_not_collide(ours, bad, tmp_path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "bad.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-    )
-    *numbers, folder = parent.stdout.readline().split()
-    pids = [int(number) for number in numbers]
-    assert len(ours.run(bad, programs.who)) == 2
-    assert len({*pids, *ours.pids}) == 5
-    assert all(map(_is_alive, pids))
-    parent.send_signal(signal.SIGKILL)
-    parent.communicate()
-    until = time.monotonic() + 20
-    while any(map(_is_alive, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(_is_alive, pids))
-    assert not Path(folder).exists()
 
 
 # The desk, with a kata whose specs use the fixture.

@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kit.rank import Collective, collectives
+from kit.collectives import Collective, collectives
 from kit.verdict import check_bar, fail
 
 ANSWER = """\
@@ -93,6 +93,12 @@ def vanish():
 
 def who(answer, rank, *given):
     return rank, os.getpid(), answer.IMPORTED_IN, given
+
+
+def world_size(answer, rank):
+    numbers = torch.ones(1)
+    dist.all_reduce(numbers)
+    return dist.get_world_size(), numbers.item(), os.getppid()
 
 
 def double(answer, rank, pair):

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector
 
-from kit.rank import collectives
+from kit.collectives import collectives
 from kit.ruler import measure
 from kit.snapshot import Snapshot
 from kit.verdict import check, check_equal, check_raises

@@ -1,0 +1,106 @@
+"""Memory by kind: what the bytes of a training step are, at its peak and at any time.
+
+    books = account(step, model=model, optimizer=optimizer)
+    books.most["unsharded"]     # the most bytes of gathered parameters at any one time
+
+What a storage is may become known late in its life, so evidence is gathered while it lives, and at
+the end every storage is given one kind for all of its life: the first of these that fits.
+
+    unsharded        parameters that FSDP2 has gathered: what `UntypedStorage.resize_` empties and
+                     grows, and before or after the step what is gathered then
+    shards           the model's parameters and buffers, before or after the step
+    optimizer state  what `optimizer.state` holds, before or after the step
+    gradients        what is or was the `grad` of a parameter, sharded or gathered; what FSDP2 reads
+                     into a reduce-scatter; casts of these, and what is added to them in place
+    communication    what else collective operators and FSDP2's copies around them read or write:
+                     the buffers, casts of shards for an all-gather, gradients on their way back
+    activations      the rest: activations, the data, and transients of the backward pass, of the
+                     loss and of the optimizer (Adam with foreach has one of the shards' size)
+
+The bytes are counted by the rules of `kit.ruler`. In a dry run it is fake tensors that count, but
+not those of DTensor's sharding propagation, which have the global size: it enters the fake mode
+that is active already once more, and that shows.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from kit.ledger import Ledger
+from kit.ruler import Reading, collector_paused, measurable, measure
+
+KINDS = ("shards", "optimizer state", "gradients", "unsharded", "communication", "activations")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one step did to memory, in bytes of each kind; every dict has every kind.
+
+    reading  the whole; on cuda it is the allocator's own, and the dicts are counted beside it
+    before   alive before the step
+    at_peak  alive when the count first was at its peak; the sum is this peak
+    most     the most that was alive at any one time, for each kind at a time of its own
+    after    alive after the step
+    """
+
+    reading: Reading
+    before: dict[str, int]
+    at_peak: dict[str, int]
+    most: dict[str, int]
+    after: dict[str, int]
+
+
+def account(
+    step: Callable[[], object],
+    device: torch.device | str = "cpu",
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    known: Iterable[object] = (),
+) -> Account:
+    """Run `step` once and read its memory by kind. `known` and errors are those of `measure`."""
+    device = measurable(device)
+    ledger = Ledger(device.type, model, optimizer, known)
+
+    def count() -> None:
+        with ledger.counting():
+            step()
+
+    with ledger.watching_gradients():
+        if device.type == "cuda":
+            return _add_up(ledger, measure(count, device))
+        with collector_paused():
+            count()
+            gc.collect()
+            return _add_up(ledger)
+
+
+def _add_up(ledger: Ledger, reading: Reading | None = None) -> Account:
+    """Give every storage its kind, and read the sums off; what is freed later is not followed."""
+    ledger.note_owned()
+    counted = ledger.reading()
+    lives = [*ledger.old, *(change.life for change in ledger.changes)]
+    kinds = {life: life.kind() for life in lives}
+    now = Counter[str]()
+    for life in ledger.old:
+        now[kinds[life]] += life.before
+    before = at_peak = most = _copy(now)
+    for _, changes in groupby(ledger.changes, key=attrgetter("point")):
+        for _, life, delta in changes:
+            now[kinds[life]] += delta
+        most = {kind: max(most[kind], now[kind]) for kind in KINDS}
+        if sum(now.values()) > sum(at_peak.values()):
+            at_peak = _copy(now)
+    return Account(reading or counted, before, at_peak, most, _copy(now))
+
+
+def _copy(counts: Mapping[str, int]) -> dict[str, int]:
+    return {kind: counts[kind] for kind in KINDS}

@@ -1,0 +1,237 @@
+"""The ledger of `kit.account`: every storage that a step meets, and the evidence of what it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._guards import active_fake_mode
+
+from kit.ruler import LiveBytes, parts_of, tensors_in
+
+
+class Life:
+    """One storage from its first sight to its end, with the evidence of what it was."""
+
+    def __init__(self) -> None:
+        self.before = 0  # its bytes, if it is older than the step
+        self.signs: set[str] = set()
+        self.like: Life | None = None  # it is a gradient if that one is
+
+    def kind(self) -> str:
+        if own := self._kind_by_signs():
+            return own
+        met, life = {self}, self.like
+        while life and life not in met:
+            if kind := life._kind_by_signs():
+                return kind if kind == "gradients" else "activations"
+            met.add(life)
+            life = life.like
+        return "activations"
+
+    def _kind_by_signs(self) -> str:
+        kinds = ("unsharded", "shards", "optimizer state", "gradients", "communication")
+        return next((kind for kind in kinds if kind in self.signs), "")
+
+
+class Change(NamedTuple):
+    """So many bytes more of a storage, before this point of the timeline."""
+
+    point: int
+    life: Life
+    delta: int
+
+
+class Ledger(LiveBytes):
+    """Counts as LiveBytes does, and keeps a book of every storage."""
+
+    def __init__(
+        self,
+        device: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        known: Iterable[object],
+    ) -> None:
+        super().__init__()
+        self._fake = active_fake_mode()
+        self._depth = len(self._fake.enter_stack) if self._fake else 0
+        self._device = "meta" if self._fake else device  # where the storages of fake tensors are
+        self._lives: dict[int, Life] = {}
+        self.old: list[Life] = []
+        self.changes: list[Change] = []
+        self._hooks: list[Any] = []
+        self._model, self._optimizer = model, optimizer
+        self.note_owned()
+        for tensor in _plain(list(tensors_in(known))):
+            self._life(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if self._is_aside(func):
+            return func(*args, **kwargs)
+        self.collect_after_import()
+        if func is not torch.ops.aten.lift_fresh.default:
+            for tensor in _plain((args, *kwargs.values())):
+                self._met(tensor)
+        result = func(*args, **kwargs)
+        for tensor in _plain(result):
+            if self._is_counted(tensor):
+                self._made(tensor.untyped_storage())
+        self._note_operator(func, args, kwargs, result)
+        self.timeline.append(self.above)
+        return result
+
+    # What is counted, and the book of it
+
+    def _is_aside(self, func: Any) -> bool:
+        """In a dry run: whether a device is asked for, or a sharding is propagated."""
+        if not self._fake:
+            return False
+        return func.namespace == "prim" or len(self._fake.enter_stack) > self._depth
+
+    def _is_counted(self, tensor: torch.Tensor) -> bool:
+        # in a dry run all storages are meta, and the tensor knows what it stands for
+        return not self._fake or str(getattr(tensor, "fake_device", "")) == "cpu"
+
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == self._device
+
+    def _life(self, tensor: torch.Tensor) -> Life | None:
+        if not self._is_counted(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        self._existed(storage)
+        return self._lives.get(storage._cdata)
+
+    def _existed(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._bytes:
+            super()._existed(storage)
+            if key in self._bytes:
+                life = self._lives[key] = Life()
+                life.before = self._bytes[key]
+                self.old.append(life)
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        before = self.above
+        super()._made(storage)
+        if storage._cdata in self._bytes:
+            life = self._lives.setdefault(storage._cdata, Life())
+            self._change(life, self.above - before)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        super()._resized(storage)
+        if life := self._lives.get(storage._cdata):
+            life.signs.add("unsharded")
+
+    def _freed(self, key: int, reference: object) -> None:
+        self._change(self._lives.pop(key), -self._bytes[key])
+        super()._freed(key, reference)
+
+    def _change(self, life: Life, delta: int) -> None:
+        if delta:
+            self.changes.append(Change(len(self.timeline), life, delta))
+
+    # The evidence
+
+    def _note(self, sign: str, *values: object) -> None:
+        for tensor in _plain(values):
+            if life := self._life(tensor):
+                life.signs.add(sign)
+
+    def note_owned(self) -> None:
+        """Note what the model and the optimizer hold now."""
+        parameters = self._parameters()
+        self._note("shards", [part for tensor in parameters for part in parts_of(tensor)])
+        self._note("shards", list(self._model.buffers()))
+        self._note("unsharded", list(self._gathered()))
+        self._note("optimizer state", list(tensors_in(self._optimizer.state.values())))
+        self._note_gradients()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        # the optimizer has the shards even of what the model holds gathered
+        return list(dict.fromkeys([*self._model.parameters(), *self._optimized()]))
+
+    def _optimized(self) -> Iterator[torch.Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _gathered(self) -> Iterator[torch.Tensor]:
+        """What FSDP2 has gathered and not given back: sharded parameters are wrappers."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+        optimized = set(self._optimized())
+        for module in self._model.modules():
+            if fsdp and isinstance(module, fsdp.FSDPModule):
+                plain = (p for p in module.parameters() if not hasattr(p, "__tensor_flatten__"))
+                yield from (parameter for parameter in plain if parameter not in optimized)
+
+    def _note_gradients(self, *_: object) -> None:
+        for parameter in self._parameters():
+            self._note_gradient(parameter)
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._note("gradients", list(tensors_in(parameter.grad)))
+
+    @contextmanager
+    def watching_gradients(self) -> Iterator[None]:
+        """Note each gradient when it is set, and before the optimizer's step those set by hand."""
+        for parameter in self._parameters():
+            self._hook(parameter)
+        self._hooks.append(self._optimizer.register_step_pre_hook(self._note_gradients))
+        try:
+            yield
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        if parameter.requires_grad and parameter.is_leaf:  # FSDP2 calls these hooks as well
+            hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            # it goes before hooks of the model's own, which may use the gradient up
+            hooks = parameter._post_accumulate_grad_hooks
+            others = {key: hooks.pop(key) for key in [*hooks] if key != hook.id}
+            hooks.update(others)
+            self._hooks.append(hook)
+
+    def _met(self, tensor: torch.Tensor) -> None:
+        life = self._life(tensor)
+        if life and isinstance(tensor, nn.Parameter) and "parameter" not in life.signs:
+            life.signs.add("parameter")
+            if "shards" not in life.signs:
+                self._hook(tensor)  # a gathered one, whose gradient may wait to be reduced
+
+    def _note_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note("communication", args, *kwargs.values(), result)
+        elif func.namespace == "fsdp":  # its copies into and out of collectives
+            self._note("communication", args, *kwargs.values(), result)
+            if func._schema.name == "fsdp::chunk_cat":
+                self._note("gradients", args)
+        elif func is torch.ops.aten._to_copy.default:
+            self._liken(result, args[0])
+        elif func is torch.ops.aten.add_.Tensor and isinstance(args[1], torch.Tensor):
+            self._liken(args[1], args[0])
+
+    def _liken(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        life, like = self._life(tensor), self._life(other)
+        if life and like and not life.like:
+            life.like = like
+
+
+def _plain(value: object) -> Iterator[torch.Tensor]:
+    """The dense tensors among an operator's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+        elif value.layout is torch.sparse_coo:
+            yield from (value._indices(), value._values())
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _plain(part)

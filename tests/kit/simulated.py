@@ -1,0 +1,135 @@
+"""Many ranks in one process: what one of them holds and calls, without the others.
+
+    with simulated_world(64) as mesh:       # rank 0 of 64, real tensors
+        fully_shard(model, mesh=mesh)
+
+    with dry_run(64) as mesh:               # the same, and no tensor holds any memory
+        model = LargeModel(...)
+
+Collectives return at once and move nothing, so every value that has passed through one is arbitrary
+and means nothing. Shapes, dtypes, bytes and the calls themselves are those of the real thing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+if TYPE_CHECKING:  # a second of imports, which only those pay who simulate
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def simulated_world(
+    size: int, device: torch.device | str = "cpu", *, rank: int = 0
+) -> Iterator[DeviceMesh]:
+    """This process as rank `rank` of `size`: its mesh, of one dimension over all ranks.
+
+    No process group is left behind, whatever happens in the block. Raises ValueError for a size
+    below 1 and a rank that is not one of them, and RuntimeError in a process that has a group.
+    """
+    _forget_shardings(None)
+    with _world(size, torch.device(device), rank) as mesh:
+        yield mesh
+
+
+@contextmanager
+def dry_run(size: int, *, rank: int = 0) -> Iterator[DeviceMesh]:
+    """The simulated world with fake tensors: models, optimizers and steps of any size, in seconds.
+
+    Everything calls itself "cpu". What reads a value raises, as `item` and `print` do. Raises like
+    `simulated_world`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _forget_shardings((size, rank))
+    # the mesh is made of real tensors
+    with _world(size, torch.device("cpu"), rank) as mesh, _short_cuts(), FakeTensorMode():
+        yield mesh
+
+
+@contextmanager
+def _world(size: int, device: torch.device, rank: int) -> Iterator[DeviceMesh]:
+    if size < 1:
+        raise ValueError(f"a world has at least one rank, not {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not one of the {size} ranks 0 to {size - 1}")
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group, so it can simulate no other world")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield init_device_mesh(device.type, (size,))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_last_dry_run: tuple[int, int] | None = None
+
+
+def _forget_shardings(dry_run: tuple[int, int] | None) -> None:
+    """Empty DTensor's cache: it holds meshes of an earlier world, and they equal this one's.
+
+    They say which rank this was then, and with it how large its shards are. A dry run like the last
+    one keeps them: it takes seconds to find the shardings of a large optimizer.
+    """
+    global _last_dry_run
+    from torch.distributed.tensor import DTensor
+
+    if dry_run is None or dry_run != _last_dry_run:
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        # a second cache, in C++, is younger than torch 2.6
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    _last_dry_run = dry_run
+
+
+@contextmanager
+def _short_cuts() -> Iterator[None]:
+    """Spare a third of the time of a dry run; where torch has changed, it takes so much longer.
+
+    FSDP2 cuts a parameter into a view for each rank to use two of them, and all are fake tensors.
+    DTensor looks, for each tensor of a foreach operator, in all of them for a flag that only a mesh
+    of two dimensions can set.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+    from torch.distributed.tensor import _sharding_prop
+
+    flag = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)
+
+    def propagate(strategy: Any, schema: Any) -> None:
+        if flag and strategy.strategies[0].mesh.ndim > 1:
+            flag(strategy, schema)
+
+    with ExitStack() as patches:
+        for module, name, function in (
+            (_fsdp_param, "_chunk_with_empty", _Chunks),
+            (_sharding_prop, "_propagate_use_strided_shard_flag", propagate),
+        ):
+            if hasattr(module, name):
+                patches.enter_context(mock.patch.object(module, name, function))
+        yield
+
+
+class _Chunks(Sequence[torch.Tensor]):
+    """What `torch.chunk` gives, each chunk when it is asked for; empty ones at the end."""
+
+    def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
+        self._tensor, self._number, self._dim = tensor, number, dim
+        self._size = math.ceil(tensor.size(dim) / number)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        whole = self._tensor.size(self._dim)
+        start = min(range(self._number)[index] * self._size, whole)
+        return self._tensor.narrow(self._dim, start, min(self._size, whole - start))
