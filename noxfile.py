@@ -58,6 +58,12 @@ def reset(session: nox.Session) -> None:
 
 
 @nox.session
+def plan(session: nox.Session) -> None:
+    """A dry run, the memory of a far larger model on each rank: -- [NAME] [--layers N ...]."""
+    _desk(session, "plan")
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """The same specs on CUDA, with what only a GPU shows: nox -s gpu -- [NAME]."""
     _desk(session, "gpu")

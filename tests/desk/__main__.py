@@ -6,14 +6,19 @@ import argparse
 import signal
 import sys
 
-from desk import board, gpu, hints, kata, reset
+from desk import board, gpu, hints, kata, plan, reset
 from desk.kata import Misuse
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code. 2: what was typed cannot be done; 130: Ctrl-C."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "plan":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if rest:
+            raise Misuse(plan.unknown_option(rest[0]))
         return _run(options)
     except Misuse as error:
         print(error, file=sys.stderr)
@@ -31,6 +36,9 @@ def _run(options: argparse.Namespace) -> int:
         return kata.run(options.name, options.answers, device, options.all, limit)
     if options.command == "gpu":
         return gpu.run(options.name, options.answers, options.timeout)
+    if options.command == "plan":
+        sizes = plan.given_sizes(options)
+        return plan.run(options.name, options.answers, sizes, options.timeout)
     if options.command == "hint":
         return hints.run(options.name, options.part, options.rung)
     if bool(options.name) == options.every:
@@ -56,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("name", nargs="?")
     _add_answers(command)
     _add_timeout(command)
+
+    words = "a dry run: the memory that a far larger model needs"
+    command = commands.add_parser("plan", help=words, allow_abbrev=False)
+    command.add_argument("name", nargs="?")
+    _add_answers(command)
+    command.add_argument("--timeout", type=float, default=60.0, help="seconds for the plan (60)")
+    plan.add_sizes(command)
 
     command = commands.add_parser("hint", help="one hint: NAME, the part, the rung")
     command.add_argument("name")

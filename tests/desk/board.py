@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -55,8 +54,7 @@ def _draw(paper: Paper, katas: list[Kata], verdicts: dict[str, Verdict]) -> None
         words, style = _state(kata, verdicts)
         minutes = f"{kata.minutes} min"
         table.add_row(str(number), kata.title, Text(words, style), minutes, shown(kata.stub))
-    console = Console(width=paper.width, highlight=False, markup=False, emoji=False)
-    console.print(table)
+    paper.table(table)
 
 
 def _state(kata: Kata, verdicts: dict[str, Verdict]) -> tuple[str, str]:

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from kit.plan import Plan, Row
+
 # How a spec can end. "todo" is NotImplementedError out of the candidate's own file; "skipped" is
 # what this device cannot show.
 PASSED, FAILED, TODO, SKIPPED = "passed", "failed", "todo", "skipped"
@@ -81,7 +83,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A spec has ended; `reason` says why it was skipped."""
+    """A spec has ended; `reason` says why it was skipped, `plan` is the table of a dry run."""
 
     word: ClassVar[str] = "outcome"
     id: str
@@ -91,6 +93,7 @@ class Outcome:
     reason: str = ""
     charts: list[Chart] = field(default_factory=list)
     prints: list[str] = field(default_factory=list)
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -134,4 +137,7 @@ def decode(line: str) -> Event:
         Chart(chart["title"], chart["formula"], [(row[0], row[1], row[2]) for row in chart["rows"]])
         for chart in data.pop("charts")
     ]
-    return Outcome(**{**data, "problem": problem, "charts": charts})
+    plan = data.pop("plan")
+    if plan:
+        plan = Plan(plan["title"], [Row(**row) for row in plan["rows"]], plan["notes"])
+    return Outcome(**{**data, "problem": problem, "charts": charts, "plan": plan})

@@ -86,6 +86,11 @@ def place_in(error: BaseException, path: Path) -> Place | None:
     return None
 
 
+def last_file(error: BaseException) -> str:
+    """The file in which it was raised."""
+    return [frame.f_code.co_filename for frame, _ in _frames(error)][-1]
+
+
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     trace = error.__traceback__
     while trace is not None:

@@ -42,6 +42,11 @@ class Job:
     limit: float = 20.0
 
     @property
+    def arguments(self) -> list[str]:
+        """What pytest is told to run."""
+        return [str(self.kata.specs)]
+
+    @property
     def grace(self) -> float:
         """Seconds after the limit in which a spec may still end by itself."""
         return min(8.0, 2.0 + self.limit)
@@ -263,7 +268,7 @@ class _Run:
 
 def _command(job: Job, folder: Path) -> list[str]:
     return [
-        *(sys.executable, "-m", "pytest", str(job.kata.specs)),
+        *(sys.executable, "-m", "pytest", *job.arguments),
         *("-p", "desk.recorder", "-p", "pytest_timeout"),
         *(f"--timeout={job.limit}", "--timeout-method=signal"),
         *("-o", f"faulthandler_timeout={job.limit + job.grace / 2}"),

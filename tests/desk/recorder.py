@@ -6,6 +6,7 @@ that what is known is not lost when an answer ends the process.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import re
@@ -86,7 +87,9 @@ class Recorder:
             self._tell(Broken(explain(error, judged), prints))
             return report
         charts = [_chart(value) for key, value in report.user_properties if key == "bar"]
-        self._tell(_outcome(item.nodeid, self._seconds, error, judged, charts, prints))
+        outcome = _outcome(item.nodeid, self._seconds, error, judged, charts, prints)
+        plan: Any = dict(report.user_properties).get("plan")
+        self._tell(dataclasses.replace(outcome, plan=plan))
         return report
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from desk import events
@@ -84,6 +85,10 @@ class Paper:
         for row in others:
             self._put(Text(" " * hang + row))
 
+    def table(self, table: Table) -> None:
+        """A table, as wide as the paper at most."""
+        self._console.print(table)
+
     def steps(self, steps: Steps) -> None:
         """What to do next, each command on a line of its own, ready to be copied."""
         for label, text in steps:
@@ -113,7 +118,7 @@ class Screen:
         if isinstance(event, Broken):
             self._paper.line(f"  This file cannot be judged: {event.problem.kind}", "bold red")
             self._paper.line()
-            self._problem(event.problem, event.prints)
+            self.problem(event.problem, event.prints)
         elif isinstance(event, Outcome) and event.result != events.SKIPPED:
             self._outcome(next(s for s in self._verdict.specs if s.id == event.id), event)
 
@@ -133,10 +138,10 @@ class Screen:
         for chart in outcome.charts:
             self._chart(chart)
         if outcome.problem and outcome.result == events.TODO:
-            paper.line(f"                  {outcome.problem.got}: {_at(outcome.problem)}")
+            paper.line(f"                  {outcome.problem.got}: {at(outcome.problem)}")
         elif outcome.problem:
             paper.line()
-            self._problem(outcome.problem, outcome.prints)
+            self.problem(outcome.problem, outcome.prints)
             paper.line()
 
     def _release(self) -> None:
@@ -151,14 +156,15 @@ class Screen:
     def _heading(self, spec: Spec) -> str:
         return f"Part {spec.part} of {self._verdict.parts}: {spec.title}"
 
-    def _problem(self, problem: Problem, prints: list[str]) -> None:
+    def problem(self, problem: Problem, prints: list[str]) -> None:
+        """Expected, got, cause, and the line of the answer."""
         paper, indent = self._paper, 8
         rows = [("expected", problem.expected), ("got", problem.got), ("cause", problem.cause)]
         for label, text in rows:
             if text:
                 paper.labelled(indent, label, text)
         if problem.path:
-            paper.labelled(indent, "at", _at(problem), "cyan")
+            paper.labelled(indent, "at", at(problem), "cyan")
         if problem.source:
             paper.verbatim(indent + _LABEL, problem.source)
         if problem.caret:
@@ -184,14 +190,19 @@ class Screen:
             self._not_run(verdict)
             self._unchecked(verdict)
         if verdict.trouble:
-            paper.line("  The judge itself failed; this says nothing about the answer:", "bold red")
-            for text in verdict.trouble.splitlines():
-                paper.verbatim(4, text)
+            self.trouble(verdict)
         paper.line()
         style = "bold green" if verdict.passed else "bold"
         paper.line(f"Verdict: {summary(verdict)}", style, hang=9)
         paper.line(f"Time:    {times(verdict)}")
         paper.steps(steps)
+
+    def trouble(self, verdict: Verdict) -> None:
+        """What went wrong with the judge."""
+        paper = self._paper
+        paper.line("  The judge itself failed; this says nothing about the answer:", "bold red")
+        for text in verdict.trouble.splitlines():
+            paper.verbatim(4, text)
 
     def _not_run(self, verdict: Verdict) -> None:
         for part in range(1, verdict.parts + 1):
@@ -281,5 +292,6 @@ def _words(cases: list[Spec]) -> str:
     return cases[0].sentence + (f" ({names})" if names else "")
 
 
-def _at(problem: Problem) -> str:
+def at(problem: Problem) -> str:
+    """Where the problem is: the line as an editor understands it, and the function."""
     return problem.at + (f" in {problem.function}" if problem.function else "")

@@ -1,0 +1,214 @@
+"""`plan`: what a model far too large for this machine would need on each rank, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from desk import events, source
+from desk.explain import TODO_KIND
+from desk.judge import Job, Verdict, judge
+from desk.kata import Misuse, locate, named, reference_job
+from desk.screen import Paper, Screen, at
+from kit import catalog
+from kit.catalog import Kata, shown
+from kit.plan import Plan, Row
+from kit.stubs import is_untouched
+
+_GIB = 2**30
+_CARDS = (24, 40, 80)  # GiB of common GPUs
+
+
+@dataclass(frozen=True)
+class PlanJob(Job):
+    """What to plan with: `sizes` by name, all of them."""
+
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        """What pytest is told to run."""
+        sizes = [f"--size={name}={number}" for name, number in self.sizes]
+        return [f"{_file(self.kata)}::plan", "-o", "python_functions=plan", *_PLUGIN, *sizes]
+
+
+_PLUGIN = ("-p", "desk.planner")
+
+
+def run(name: str | None, answers: str, given: dict[str, int], limit: float) -> int:
+    """Print the table that the answer comes to; where nothing is written yet, the reference's."""
+    kata = _kata(name)
+    sizes = default_sizes(kata)
+    for other in given:
+        if other not in sizes:
+            raise Misuse(unknown_option(f"--{other}", kata))
+    job: Job = PlanJob(
+        kata, *locate(kata, answers), limit=limit, sizes=tuple({**sizes, **given}.items())
+    )
+    paper = Paper()
+    if answers == "katas" and is_untouched(job.path):
+        paper.line(f"{kata.name}: nothing is written yet, so the reference plans instead")
+        job = reference_job(job)
+    paper.line(f"{kata.title} ({kata.name}) - a dry run of {shown(job.path)}", "bold")
+    paper.line()
+    verdict = judge(job)
+    outcome = next(iter(verdict.outcomes.values()), None)
+    if outcome and outcome.result == events.SKIPPED:
+        raise Misuse(outcome.reason.removeprefix("Skipped: "))
+    if verdict.passed and outcome and outcome.plan:
+        _draw(paper, outcome.plan)
+        paper.line(f"Time:    {verdict.seconds:.1f} s")
+        return 0
+    _show_problem(paper, verdict)
+    return 1
+
+
+def add_sizes(command: argparse.ArgumentParser) -> None:
+    """One option for each size of any kata; `run` knows which of them its own kata has."""
+    defaults: dict[str, list[str]] = {}
+    for kata in _planned():
+        for name, number in default_sizes(kata).items():
+            defaults.setdefault(name, []).append(f"{number} for {kata.name}")
+    group = command.add_argument_group("sizes")
+    for name, texts in defaults.items():
+        words = ", ".join(texts)
+        group.add_argument(f"--{name}", dest=f"size_{name}", type=_size, metavar="N", help=words)
+
+
+def given_sizes(options: argparse.Namespace) -> dict[str, int]:
+    """The sizes that were typed."""
+    found = {key.removeprefix("size_"): n for key, n in vars(options).items() if "size_" in key}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def unknown_option(option: str, kata: Kata | None = None) -> str:
+    """What to say of an option that is no size."""
+    katas = [kata] if kata else _planned()
+    names = list(dict.fromkeys(f"--{name}" for kata in katas for name in default_sizes(kata)))
+    names += ["--answers", "--timeout"]
+    near = difflib.get_close_matches(option.partition("=")[0], names, n=1, cutoff=0.75)
+    whose = f"{kata.name} has" if kata else "there are"
+    hint = f"did you mean {near[0]}?" if near else f"{whose} {', '.join(names)}"
+    return f"{option} is no option here; {hint}"
+
+
+def default_sizes(kata: Kata) -> dict[str, int]:
+    """SIZES of the kata's plan, read and not imported, for that would take as long as torch."""
+    try:
+        tree = ast.parse(source.read(_file(kata)))
+    except SyntaxError:
+        return {}  # the run says what is wrong
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "SIZES" for target in targets):
+            sizes: dict[str, int] = ast.literal_eval(getattr(node, "value"))  # noqa: B009
+            return sizes
+    return {}
+
+
+def _size(text: str) -> int:
+    """A number from 1; argparse says what is wrong and ends with exit code 2."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return number
+
+
+def _file(kata: Kata) -> Path:
+    return kata.specs / "plan.py"
+
+
+def _planned() -> list[Kata]:
+    return [kata for kata in catalog.all_katas() if _file(kata).exists()]
+
+
+def _kata(name: str | None) -> Kata:
+    katas = _planned()
+    names = ", ".join(kata.name for kata in katas)
+    if name is None and len(katas) == 1:
+        return katas[0]
+    if not katas:
+        raise Misuse("no kata has a plan")
+    if name is None:
+        raise Misuse(f"say which kata: nox -s plan -- NAME; those with a plan: {names}")
+    kata = named(name)
+    if kata not in katas:
+        raise Misuse(f"{name} has no plan; those that have one: {names}")
+    return kata
+
+
+def _draw(paper: Paper, plan: Plan) -> None:
+    unit, size = _unit(max(row.peak for row in plan.rows))
+    paper.line(plan.title)
+    paper.line(f"{unit} of one rank at the peak of a step, and whether they fit its GPU:")
+    paper.line()
+    paper.table(_table(paper, plan.rows, size))
+    paper.line()
+    calls = [row for row in plan.rows if row.collectives]
+    if calls:
+        paper.line("Collective calls of a step:")
+    for row in calls:
+        paper.line(f"  {row.label}: {row.collectives}", hang=4)
+    for note in plan.notes:
+        paper.line(note)
+    paper.line()
+
+
+def _table(paper: Paper, rows: list[Row], unit: int) -> Table:
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.bytes))
+    headings = [*kinds, "peak", *(f"{card} GiB" for card in _CARDS)]
+    lines = [_cells(row, kinds, unit) for row in rows]
+    widths = [
+        max(len(word) for cell in column for word in str(cell).split())
+        for column in zip(headings, *lines, strict=True)
+    ]
+    # The labels take several lines before a number does.
+    room = max(12, paper.width - sum(widths) - len(widths))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("", width=min(room, max(len(row.label) for row in rows)), overflow="fold")
+    for heading in headings:
+        table.add_column(heading.replace(" ", "\n"), justify="right", overflow="fold")
+    for row, cells in zip(rows, lines, strict=True):
+        table.add_row(row.label, *cells)
+    return table
+
+
+def _cells(row: Row, kinds: list[str], unit: int) -> list[str | Text]:
+    numbers = [*(row.bytes.get(kind, 0) for kind in kinds), row.peak]
+    fits = [row.peak <= card * _GIB for card in _CARDS]
+    words = [Text("fits", "green") if good else Text("no", "red") for good in fits]
+    return [*(f"{number / unit:,.2f}" for number in numbers), *words]
+
+
+def _unit(largest: int) -> tuple[str, int]:
+    """The unit in which the largest number has at least one digit before the point."""
+    units = (("GiB", _GIB), ("MiB", 2**20), ("KiB", 2**10))
+    return next(((name, size) for name, size in units if largest >= size), ("Bytes", 1))
+
+
+def _show_problem(paper: Paper, verdict: Verdict) -> None:
+    screen = Screen(paper, verdict.job)
+    bad = verdict.broken or (verdict.first_bad and verdict.first_bad[1])
+    problem = bad.problem if bad else None
+    step = f"nox -s kata -- {verdict.job.kata.name}"
+    if not bad or not problem:
+        screen.trouble(verdict)
+    elif problem.kind == TODO_KIND:
+        paper.line(f"There is no table: {problem.got}: {at(problem)}")
+    else:
+        paper.line(f"There is no table: {problem.kind}", "bold red")
+        paper.line()
+        screen.problem(problem, bad.prints)
+        if problem.kind == "time-out":
+            step = "smaller sizes, or more seconds by --timeout"
+    paper.line()
+    paper.steps([("Next", step)])

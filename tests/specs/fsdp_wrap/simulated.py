@@ -1,0 +1,176 @@
+"""One rank of many in this process: what a step holds and calls, for the specs of wrap."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from kit.account import Account, account
+from kit.collectives import Collective, collectives
+from kit.simulated import simulated_world
+from kit.verdict import check
+from specs.fsdp_wrap.models import (
+    FEATURES,
+    OUTPUTS,
+    Block,
+    adamw,
+    data,
+    make,
+    mse,
+    part,
+    rounded,
+    shard_bytes,
+    units,
+)
+from specs.fsdp_wrap.shapes import Shape, Tall
+
+
+class Books(NamedTuple):
+    """The second step of a rank: the first one makes Adam's state."""
+
+    memory: Account
+    calls: Counter[Collective]
+
+
+SAMPLES = 4
+WIDE, WIDE_BLOCKS = 61, 4
+ROWS, COLUMNS, TALL_BLOCKS = 4093, 8, 6
+
+
+def wide() -> Shape:
+    """Four blocks of 22,815 numbers, 89 KiB each. On 64 ranks and more there are ranks without rows
+    of some parameters, and much padding.
+    """
+    return make(WIDE, WIDE_BLOCKS), Block
+
+
+def tall() -> Shape:
+    """Six blocks of 65,488 numbers, 256 KiB each; 4,093 rows are 3 less than 8 x 512, 64 x 64 and
+    1,024 x 4.
+    """
+    torch.manual_seed(4)
+    blocks = [Tall(ROWS, COLUMNS) for _ in range(TALL_BLOCKS)]
+    return nn.Sequential(nn.Linear(FEATURES, COLUMNS), *blocks, nn.Linear(COLUMNS, OUTPUTS)), Tall
+
+
+@functools.cache
+def books(
+    answer: Any,
+    device: torch.device,
+    ranks: int,
+    rank: int = 0,
+    shape: Callable[[], Shape] = wide,
+    samples: int = SAMPLES,
+    **options: Any,
+) -> Books:
+    """A step of `rank` of `ranks`; measured once for all specs that look at it."""
+    with simulated_world(ranks, device, rank=rank) as mesh:
+        model, kinds = shape()
+        model.to(device)
+        optimizer = answer.wrap(model, mesh, kinds, adamw, **options)
+        (batch,) = data([samples], seed=0)
+        inputs, targets = (tensor.to(device) for tensor in batch)
+
+        def step() -> None:
+            mse(model(inputs), targets).backward()
+            optimizer.step()
+
+        step()
+        optimizer.zero_grad()
+        with collectives() as calls:
+            memory = account(
+                step, device, model=model, optimizer=optimizer, known=[inputs, targets]
+            )
+        return Books(memory, Counter(calls))
+
+
+def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: str) -> None:
+    """Fail unless a step makes these collective calls, in any order."""
+    __tracebackhide__ = True
+    kinds = ("all_gather", "reduce_scatter")
+    other = sorted({call.kind for call in got} - set(kinds))
+    counts = [sum(n for call, n in got.items() if call.kind == kind) for kind in kinds]
+    wanted = [sum(n for call, n in want.items() if call.kind == kind) for kind in kinds]
+    check(
+        not other and counts == wanted,
+        expected=f"{wanted[0]} gathers and {wanted[1]} reductions in {what}",
+        got=f"{counts[0]} and {counts[1]}" + (f", and {' and '.join(other)}" if other else ""),
+        cause=_cause(counts, wanted),
+    )
+    check(
+        got == want,
+        expected=f"in {what} calls of {_show(want - got)}",
+        got=f"of {_show(got - want)} instead",
+        cause="the units are others: their parameters, or the dtype that they are sent in",
+    )
+
+
+def _cause(counts: list[int], wanted: list[int]) -> str:
+    if counts[1] < wanted[1]:
+        return "there are too few units: a block is no unit of its own"
+    if counts[1] > wanted[1]:
+        return "there are too many units, or a frozen one is reduced, or reductions are repeated"
+    if counts[0] > wanted[0]:
+        return "a unit is given back that is needed again, or is gathered only to be looked at"
+    return "a block is not given back after forward"
+
+
+def _show(calls: Counter[Collective]) -> str:
+    parts = [
+        f"{n} {call.kind} of {call.numel} {str(call.dtype).removeprefix('torch.')}"
+        for call, n in sorted(calls.items(), key=str)
+    ]
+    return ", ".join(parts) or "nothing"
+
+
+def planned(
+    shape: Callable[[], Shape],
+    ranks: int,
+    gathers: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> Counter[Collective]:
+    """The calls of a step. A rank sends its part of a unit to gather it, padding included, and its
+    whole gradients to reduce them: ranks times as much. Frozen parameters have no gradients.
+    """
+    *blocks, root = units(*shape())
+    plan = Counter[Collective]()
+    for unit, times in [*((block, gathers) for block in blocks), (root, 1)]:
+        if unit:
+            plan[Collective("all_gather", _parts(unit, ranks), dtype)] += times
+        if trained := [p for p in unit if p.requires_grad]:
+            numel = ranks * _parts(trained, ranks)
+            plan[Collective("reduce_scatter", numel, torch.float32)] += 1
+    return plan
+
+
+def _parts(parameters: list[nn.Parameter], ranks: int) -> int:
+    return sum(part(p, ranks) for p in parameters)
+
+
+def state_bytes(parameters: list[nn.Parameter], ranks: int) -> int:
+    """A rank's part of weights, gradients and both averages of Adam; a storage of 512 bytes for
+    each parameter's count of steps, and one for the buffer.
+    """
+    return 4 * shard_bytes(parameters, ranks) + 512 * (len(parameters) + 1)
+
+
+def activations_of_tall() -> int:
+    """What forward holds of `tall`, in each block its input and relu's result; in backward the
+    gradients of both, and of relu's input; what is in the root is as much as a block.
+    """
+    row, hidden = rounded(4 * SAMPLES * COLUMNS), rounded(4 * SAMPLES * ROWS)
+    return (TALL_BLOCKS + 1) * (row + hidden) + 2 * hidden + row
+
+
+def activations_of_wide(samples: int, itemsize: int) -> int:
+    """What forward holds of `wide`, in each block its input, what its norm returns with two
+    numbers a sample, and relu's result; and as much as one more block in backward and the loss.
+    """
+    row, hidden = itemsize * samples * WIDE, itemsize * samples * (3 * WIDE + 1)
+    block = 2 * rounded(row) + rounded(hidden) + 2 * rounded(4 * samples)
+    return WIDE_BLOCKS * block + 2 * rounded(row) + 2 * rounded(hidden) + 6 * rounded(20 * samples)
