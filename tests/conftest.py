@@ -177,7 +177,10 @@ _WORLDS = pytest.StashKey[dict[int, World]]()
 
 def _world(config: pytest.Config, size: int) -> World:
     nursery = config.stash.setdefault(_NURSERY, Nursery())
-    return config.stash.setdefault(_WORLDS, {}).setdefault(size, World(size, nursery))
+    # NCCL wants a GPU for each rank; where there are too few, the ranks run on the cpu.
+    enough = config.getoption("--device") == "cuda" and torch.cuda.device_count() >= size
+    world = World(size, nursery, "cuda" if enough else "cpu")
+    return config.stash.setdefault(_WORLDS, {}).setdefault(size, world)
 
 
 def _launch_world(item: pytest.Item) -> None:

@@ -58,7 +58,7 @@ class Nursery:
         """Whether the ranks of that folder were made here: they go when the process goes."""
         return self.is_alive and folder.parent == self._folder
 
-    def bear(self, size: int) -> tuple[Path, list[Connection]]:
+    def bear(self, size: int, device: str = "cpu") -> tuple[Path, list[Connection]]:
         """Ask for ranks that meet each other: the folder of their files, and the pipes to them."""
         if not self.is_alive:
             self.close()
@@ -66,7 +66,7 @@ class Nursery:
         self._born += 1
         folder = self._folder / f"world{self._born}"
         pipes = [Pipe() for _ in range(size)]
-        self._ask({"bear": str(folder)}, [there.fileno() for _, there in pipes])
+        self._ask({"bear": str(folder), "device": device}, [there.fileno() for _, there in pipes])
         for _, there in pipes:
             there.close()
         return folder, [here for here, _ in pipes]
@@ -163,10 +163,10 @@ def _obey(
     message: dict[str, Any], fds: list[int], children: dict[int, str], control: socket.socket
 ) -> None:
     if "bear" in message:
-        folder = message["bear"]
+        folder, where = message["bear"], message["device"]
         Path(folder).mkdir()
         for rank, fd in enumerate(fds):
-            arguments = [str(value) for value in (rank, len(fds), fd, os.getpid(), folder)]
+            arguments = [str(value) for value in (rank, len(fds), fd, os.getpid(), folder, where)]
             children[_bear(arguments, fds, control)] = folder
         for fd in fds:
             os.close(fd)

@@ -79,9 +79,12 @@ class Clock:
     seconds: float
 
 
+_device = torch.device("cpu")
+
+
 def device() -> torch.device:
-    """Where this rank's models and data are to be."""
-    return torch.device("cpu")
+    """Where this rank's models and data are to be: the cpu, or a GPU of its own."""
+    return _device
 
 
 def prepare() -> None:
@@ -96,14 +99,16 @@ def main() -> None:
     """Join the others and run what the parent sends, until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the parent, which ends the ranks
     rank, size, pipe, nursery = (int(text) for text in sys.argv[1:5])
-    folder = Path(sys.argv[5])
+    folder, where = Path(sys.argv[5]), sys.argv[6]
     stacks = (folder / f"stacks{rank}").open("w", encoding="utf-8")
     faulthandler.enable(stacks)
     faulthandler.register(STACKS_SIGNAL, stacks)
     wire = _Wire(Connection(pipe), nursery)
     prepare()
+    if where == "cuda":
+        _take_gpu(rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if where == "cuda" else "gloo",
         store=dist.FileStore(str(folder / "store"), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
@@ -115,6 +120,12 @@ def main() -> None:
     while True:
         task = wire.tasks.get()
         wire.send(member.run(*task) if task else member.step())
+
+
+def _take_gpu(number: int) -> None:
+    global _device
+    _device = torch.device("cuda", number)
+    torch.cuda.set_device(_device)
 
 
 class _Wire:
@@ -214,4 +225,6 @@ class _Member:
     def _calls(self) -> int:
         if self._group is None or dist.group.WORLD is not self._group:
             return -1
+        if _device.type == "cuda":
+            return -1  # two backends, and each counts for itself
         return int(self._group._get_sequence_number_for_group())  # type: ignore[attr-defined]

@@ -6,14 +6,16 @@
     with dry_run(64) as mesh:               # the same, and no tensor holds any memory
         model = LargeModel(...)
 
-Collectives return at once and move nothing, so every value that has passed through one is arbitrary
-and means nothing. Shapes, dtypes, bytes and the calls themselves are those of the real thing.
+Collectives return at once and move nothing: the other ranks are as if they had what this one has,
+so that an answer may compare its numbers with theirs. Other values that passed through one mean
+nothing. Shapes, dtypes, bytes and the calls themselves are those of the real thing.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -33,8 +35,8 @@ def simulated_world(
     No process group is left behind, whatever happens in the block. Raises ValueError for a size
     below 1 and a rank that is not one of them, and RuntimeError in a process that has a group.
     """
-    _forget_shardings(None)
     with _world(size, torch.device(device), rank) as mesh:
+        _forget_shardings(None)
         yield mesh
 
 
@@ -47,10 +49,10 @@ def dry_run(size: int, *, rank: int = 0) -> Iterator[DeviceMesh]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    _forget_shardings((size, rank))
-    # the mesh is made of real tensors
-    with _world(size, torch.device("cpu"), rank) as mesh, _short_cuts(), FakeTensorMode():
-        yield mesh
+    with _world(size, torch.device("cpu"), rank) as mesh:  # the mesh is made of real tensors
+        _forget_shardings((size, rank))
+        with _short_cuts(), FakeTensorMode():
+            yield mesh
 
 
 @contextmanager
@@ -67,7 +69,8 @@ def _world(size: int, device: torch.device, rank: int) -> Iterator[DeviceMesh]:
         raise RuntimeError("this process has a process group, so it can simulate no other world")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield init_device_mesh(device.type, (size,))
+        with mock.patch.object(dist, "all_reduce", _summing(dist.all_reduce)):
+            yield init_device_mesh(device.type, (size,))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -90,6 +93,23 @@ def _forget_shardings(dry_run: tuple[int, int] | None) -> None:
         # a second cache, in C++, is younger than torch 2.6
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
     _last_dry_run = dry_run
+
+
+def _summing(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake group leaves a sum over ranks as it is; one over equals is so many times as much."""
+    import torch.distributed as dist
+
+    @functools.wraps(all_reduce)
+    def summed(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        work = all_reduce(tensor, op, group, async_op)
+        if op == dist.ReduceOp.SUM:
+            with torch.no_grad():
+                tensor.mul_(dist.get_world_size(group))
+        return work
+
+    return summed
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The real world: gloo processes, for values under data parallelism.
+"""The real world: processes of one group, for values under data parallelism.
 
     first, second = world.run(answer, ranks.mean_gradients, 3)
 
@@ -71,11 +71,12 @@ class _Idle:
 
 
 class World:
-    """So many processes, each a rank of one gloo group."""
+    """So many processes, each a rank of one group: gloo, or NCCL with a GPU for each."""
 
-    def __init__(self, size: int, nursery: Nursery) -> None:
+    def __init__(self, size: int, nursery: Nursery, device: str = "cpu") -> None:
         self.size = size
         self._nursery = nursery
+        self._device = device
         self._ranks: list[_Rank] = []
         self._folder = Path()
 
@@ -89,7 +90,7 @@ class World:
         if self._ranks and self._nursery.is_home_of(self._folder):
             return
         self.close()
-        self._folder, pipes = self._nursery.bear(self.size)
+        self._folder, pipes = self._nursery.bear(self.size, self._device)
         self._ranks = [_Rank(number, pipe) for number, pipe in enumerate(pipes)]
 
     def close(self) -> None:

@@ -49,6 +49,23 @@ def test_sizes_and_ranks_that_cannot_be_are_refused(enter: Any, size: int, rank:
         pass
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_other_ranks_are_as_this_one(rank: int) -> None:
+    """An answer may compare its counts with those of all ranks, and refuse where they differ."""
+    with simulated_world(4, rank=rank) as mesh:
+        mine = torch.tensor([3, 5])
+        every = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(every, mine, group=mesh.get_group())
+        assert all(torch.equal(one, mine) for one in every)
+        for op, times in ((dist.ReduceOp.SUM, 4), (dist.ReduceOp.MAX, 1), (dist.ReduceOp.MIN, 1)):
+            reduced = mine.clone()
+            dist.all_reduce(reduced, op, group=mesh.get_group())
+            assert torch.equal(reduced, times * mine)
+        objects: list[Any] = [None] * 4
+        dist.all_gather_object(objects, {"samples": 3})
+        assert objects == [{"samples": 3}] * 4
+
+
 @both_worlds
 def test_a_world_inside_a_world_is_refused_and_leaves_the_outer_one_alone(enter: World) -> None:
     with simulated_world(8):
@@ -77,7 +94,7 @@ def test_the_block_may_destroy_its_group_itself(enter: World) -> None:
 @both_worlds
 def test_a_rank_holds_its_own_rows_also_after_a_world_of_another_rank(enter: Any) -> None:
     rows = []
-    for rank in (0, 7, 3, 7):
+    for rank in (0, 7, 3, 7, 7):
         with enter(8, rank=rank) as mesh:
             weight = fully_shard(nn.Linear(5, 61, bias=False), mesh=mesh).weight.detach()
             # made by DTensor's cached shardings, which know the rank of the world they come from
@@ -85,7 +102,7 @@ def test_a_rank_holds_its_own_rows_also_after_a_world_of_another_rank(enter: Any
             assert [each.device_mesh.get_local_rank() for each in made] == [rank, rank]
             rows.append((len(weight.to_local()), len(made[0].to_local())))
     # 61 rows on 8 ranks: 8 each, and 5 for the last
-    assert rows == [(8, 8), (5, 5), (8, 8), (5, 5)]
+    assert rows == [(8, 8), (5, 5), (8, 8), (5, 5), (5, 5)]
 
 
 def test_a_second_dry_run_of_the_same_rank_calls_and_holds_the_same() -> None:

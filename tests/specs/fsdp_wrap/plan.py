@@ -110,7 +110,7 @@ def plan(answer: ModuleType, **sizes: int) -> Plan:
         rows,
         [
             f"Rank 0 at the peak of a step; {layers} blocks of width {width}, {words} words.",
-            "Counted on fake tensors by the rules for the cpu. On cuda come in addition: what cuBLAS",
+            "Counted on fake tensors by the rules for the cpu. On cuda there is more: what cuBLAS",
             "works with, and the gaps that the allocator leaves.",
         ],
     )
