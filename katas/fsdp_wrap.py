@@ -220,8 +220,8 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without `wrap`.
 
     All ranks of the job call it, and return when the file is there; rank 0 writes it. Another rank
-    never holds more than its shards and one whole parameter. The file is complete or is not there:
-    one from before is replaced at the end.
+    never holds more than its shards, one whole parameter, and what it is gathered in. The file is
+    complete or is not there: one from before is replaced at the end.
     """
     raise NotImplementedError
 
@@ -236,4 +236,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 352a204978d4
+# untouched stub 47e09dd01f24

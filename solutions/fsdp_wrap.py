@@ -398,8 +398,8 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without `wrap`.
 
     All ranks of the job call it, and return when the file is there; rank 0 writes it. Another rank
-    never holds more than its shards and one whole parameter. The file is complete or is not there:
-    one from before is replaced at the end.
+    never holds more than its shards, one whole parameter, and what it is gathered in. The file is
+    complete or is not there: one from before is replaced at the end.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     # It gathers one parameter after another, so every rank takes part; only rank 0 gets the result.

@@ -201,6 +201,18 @@ WRAP: list[Wrong] = [
         ),
     ),
     Wrong(
+        name="every_second_block",
+        belief="Fewer and larger units mean fewer collectives, and that is all there is to it.",
+        caught_by="test_four_billion_parameters_fit_a_gpu_of_24_gib",
+        says="the units are larger than a block",
+        edits=(
+            (
+                LOOP,
+                LOOP.replace("_blocks(model, block_types)", "_blocks(model, block_types)[::2]"),
+            ),
+        ),
+    ),
+    Wrong(
         name="the_option_is_forgotten",
         belief="Giving back is what FSDP is for.",
         caught_by="test_blocks_that_stay_are_gathered_once[six_blocks]",
@@ -712,7 +724,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="counts_tied_parameters_twice",
         belief="The norm goes over every name of the model.",
-        caught_by="test_counts_tied_parameters_once_and_frozen_ones_not_at_all[each]",
+        caught_by="test_counts_tied_parameters_once_and_frozen_ones_not_at_all",
         says="norms of the steps",
         edits=(
             (
@@ -767,7 +779,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="clips_every_micro_batch",
         belief="Clipping belongs after every backward().",
-        caught_by="test_all_options_at_once_train_as_one_process[each]",
+        caught_by="test_all_options_at_once_train_as_one_process",
         says="losses of the steps",
         edits=(
             (
@@ -1003,7 +1015,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="every_rank_takes_the_first_rows",
         belief="Every rank has drawn the same numbers, so every rank has its shard.",
-        caught_by="test_has_the_values_of_one_process[4_ranks-plain]",
+        caught_by="test_has_the_values_of_one_process[4_ranks-blocks_in_blocks]",
         says="or on shards",
         edits=((FIRST_ROW, "        first = 0\n"),),
     ),
@@ -1048,7 +1060,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="the_optimizer_of_the_model_on_meta",
         belief="The optimizer belongs to the model that was made.",
-        caught_by="test_what_was_built_trains_as_one_process[plain]",
+        caught_by="test_what_was_built_trains_as_one_process[tied_and_frozen]",
         says="from parameters that were replaced afterwards",
         edits=(
             (SHARD_BUILT, "    optimizer = make_optimizer(model.parameters())\n" + SHARD_BUILT),
@@ -1325,7 +1337,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="rank_0_gathers_alone",
         belief="Rank 0 writes, so rank 0 gathers.",
-        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap[2_ranks]",
+        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap",
         says="rank 1 has finished",
         edits=(
             (WHOLE_WEIGHTS, ""),
@@ -1339,7 +1351,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="returns_before_it_is_there",
         belief="Only rank 0 has something to wait for.",
-        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap[2_ranks]",
+        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap",
         says="this rank returns before rank 0 has written",
         edits=(
             (
@@ -1351,7 +1363,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="saves_rank_0s_shards",
         belief="state_dict() of rank 0 is the model's.",
-        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap[4_ranks]",
+        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap",
         says="shards are saved",
         edits=(
             (
@@ -1365,7 +1377,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="wraps_the_state_dict",
         belief="A checkpoint has a model and perhaps more.",
-        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap[2_ranks]",
+        caught_by="test_one_file_holds_the_model_as_it_is_without_wrap",
         says="not of the state dict of the model without wrap",
         edits=(("torch.save(weights, partial)", 'torch.save({"model": weights}, partial)'),),
     ),

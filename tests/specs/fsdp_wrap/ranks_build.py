@@ -129,7 +129,7 @@ def first_values(answer: Any, rank: int, kind: str) -> dict[str, Any]:
     }
 
 
-def train_built(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 3) -> Trained:
+def train_built(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2) -> Trained:
     model, optimizer = built(answer, kind)
     results = [
         answer.train_step(model, batches(plan, number, rank), mse, optimizer)
@@ -140,7 +140,7 @@ def train_built(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 3) -
     return Trained(losses, norms, weights(model), gradients(model))
 
 
-def train_built_alone(kind: str, plan: Plan, steps: int = 3) -> Trained:
+def train_built_alone(kind: str, plan: Plan, steps: int = 2) -> Trained:
     return train_alone(built_alone(kind), [of_all(plan, step) for step in range(steps)])
 
 

@@ -20,10 +20,12 @@ PLANS: dict[int, Plan] = {
     4: [[3, 2, 4], [1, 1, 6], [2, 5, 2], [5, 1, 1]],
 }
 PLAN = PLANS[2]
-SIZES = pytest.mark.parametrize(
-    "world", [1, 2, 4], indirect=True, ids=["1_rank", "2_ranks", "4_ranks"]
+SIZES_AND_SYNCS = pytest.mark.parametrize(
+    ("world", "sync"),
+    [(1, "each"), (2, "each"), (2, "last"), (4, "last")],
+    indirect=["world"],
+    ids=["1_rank-each", "2_ranks-each", "2_ranks-last", "4_ranks-last"],
 )
-SYNC = pytest.mark.parametrize("sync", ["each", "last"])
 
 
 class TestPart3TrainStep:
@@ -41,8 +43,7 @@ class TestPart3TrainStep:
         _check_guess(_joined(got.gradients), gradient, "gradients of the step", guesses)
 
     @pytest.mark.works
-    @SYNC
-    @SIZES
+    @SIZES_AND_SYNCS
     def test_trains_as_one_process_over_three_steps(self, answer, world, sync):
         plan = PLANS[world.size]
         got = world.run(answer, ranks_step.train, plan, 3, None, None, {"sync": sync})
@@ -84,10 +85,9 @@ class TestPart3TrainStep:
             check_named(got.weights, want.weights, "weights", cause=cause)
 
     @pytest.mark.exact
-    @SYNC
-    def test_counts_tied_parameters_once_and_frozen_ones_not_at_all(self, answer, world, sync):
+    def test_counts_tied_parameters_once_and_frozen_ones_not_at_all(self, answer, world):
         made = {"tied": True, "frozen": ["blocks.1", "head.bias"]}
-        got = world.run(answer, ranks_step.train, PLAN, 3, made, None, {"sync": sync})
+        got = world.run(answer, ranks_step.train, PLAN, 3, made, None, {"sync": "last"})
         want = train_alone(make(**made), [of_all(PLAN, step) for step in range(3)])
         for rank, result in enumerate(got):
             _check_trained(result, want, rank)
@@ -99,7 +99,7 @@ class TestPart3TrainStep:
         In bfloat16 the sum over micro-batches has an error of 2^-9; the gradients themselves differ
         from those in float32 by a few percent.
         """
-        plan = [[1] * 6, [2] * 6]
+        plan = [[1] * 4, [2] * 4]
         each, last = (
             world.run(answer, ranks_step.train, plan, 1, None, _BFLOAT16, {"sync": sync})[0]
             for sync in ("each", "last")
@@ -137,14 +137,12 @@ class TestPart3TrainStep:
                 check_equal(mine["gradients"][name], gradient, what, cause=cause)
 
     @pytest.mark.exact
-    @pytest.mark.parametrize("sync", ["each", "last"])
-    def test_all_options_at_once_train_as_one_process(self, answer, world, sync):
+    def test_all_options_at_once_train_as_one_process(self, answer, world):
         """Checkpointing, kept parameters, accumulation and clipping; three steps."""
         steps = [of_all(PLAN, step) for step in range(3)]
         max_norm = 0.5 * min(train_alone(make(), steps).norms)
         wrap = {"checkpoint": True, "reshard_after_forward": False}
-        step = {"sync": sync, "max_norm": max_norm}
-        got = world.run(answer, ranks_step.train, PLAN, 3, None, wrap, step)
+        got = world.run(answer, ranks_step.train, PLAN, 3, None, wrap, {"max_norm": max_norm})
         want = train_alone(make(), steps, max_norm=max_norm)
         for rank, result in enumerate(got):
             _check_trained(result, want, rank)

@@ -1,26 +1,33 @@
-"""build: a model that is never whole on any rank, and has the values of one process."""
+"""build, save and load by value; save_whole and load_whole. The ranks run on the CPU."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
+from torch import Tensor
 
-from kit.simulated import simulated_world
-from kit.verdict import check_bar, check_close, check_equal
-from specs.fsdp_wrap import ranks_build
-from specs.fsdp_wrap.models import Model, check_named, rounded, shard_bytes, units, whole_bytes
+from kit.verdict import check, check_close, check_equal
+from specs.fsdp_wrap import ranks_build, ranks_checkpoint, ranks_whole
+from specs.fsdp_wrap.files import load_file
+from specs.fsdp_wrap.models import (
+    check_named,
+    make,
+)
 from specs.fsdp_wrap.ranks_build import built_alone, train_built_alone, values
+from specs.fsdp_wrap.ranks_checkpoint import MADE
 from specs.fsdp_wrap.ranks_step import Plan
 
 PLAN: Plan = [[3, 2, 4], [1, 1, 6]]
-SIZES = pytest.mark.parametrize(
-    "world", [1, 2, 4], indirect=True, ids=["1_rank", "2_ranks", "4_ranks"]
+KINDS_AND_SIZES = pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        pytest.param(size, kind, id=f"{size}_{'ranks' if size > 1 else 'rank'}-{kind}")
+        for size in (1, 2, 4)
+        for kind in ranks_build.MODELS
+        if kind != "plain" or size == 2
+    ],
+    indirect=["world"],
 )
-KINDS = pytest.mark.parametrize("kind", ranks_build.MODELS)
-# Wide enough that rounding to 512 bytes is little of it.
-WIDTH, BLOCKS = 48, 6
 
 
 class TestPart4Build:
@@ -29,8 +36,7 @@ class TestPart4Build:
     subject = "build"
 
     @pytest.mark.works
-    @KINDS
-    @SIZES
+    @KINDS_AND_SIZES
     def test_has_the_values_of_one_process(self, answer, world, kind):
         """To the bit: the numbers that one process draws, module by module."""
         model = built_alone(kind)
@@ -52,16 +58,82 @@ class TestPart4Build:
                 check_equal(got["values"][name], value, f"{name} on rank {rank}", cause=cause)
 
     @pytest.mark.works
-    @KINDS
+    @pytest.mark.parametrize("kind", ["tied_and_frozen", "blocks_in_blocks"])
     def test_what_was_built_trains_as_one_process(self, answer, world, kind):
-        got, want = world.run(answer, ranks_build.train_built, kind, PLAN), None
+        got = world.run(answer, ranks_build.train_built, kind, PLAN)
         want = train_built_alone(kind, PLAN)
         for result in got:
             cause = "the optimizer was made from parameters that were replaced afterwards"
-            check_named(result.weights, want.weights, "weights after 3 steps", cause=cause)
+            check_named(result.weights, want.weights, "weights after 2 steps", cause=cause)
             losses = torch.tensor(result.losses)
             cause = "what was built does not compute what one process does"
             check_close(losses, torch.tensor(want.losses), "losses", cause=cause, rtol=1e-4)
+
+    @pytest.mark.works
+    @pytest.mark.parametrize(
+        ("saving", "loading", "how"),
+        [(2, 2, "built"), (2, 4, "trained"), (4, 1, "trained")],
+        ids=["2_ranks_to_2_built", "2_ranks_to_4", "4_ranks_to_1"],
+    )
+    def test_goes_on_as_if_it_had_not_been_interrupted(
+        self, answer, worlds, tmp_path, saving, loading, how
+    ):
+        """Weights, optimizer state and learning rate to the bit; the next steps within rounding.
+
+        The model that it is loaded into has trained otherwise, with another learning rate, and has
+        gradients; or was just built.
+        """
+        folder = tmp_path / "run"
+        saved = worlds(saving).run(answer, ranks_checkpoint.save_and_go_on, folder)[0]
+        results = worlds(loading).run(answer, ranks_checkpoint.load_and_go_on, folder, how)
+        for rank, got in enumerate(results):
+            cause = "load does not return the step that was given to save"
+            check_equal(got["step"], 2, f"step on rank {rank}", cause=cause)
+            cause = "not everything is saved, or not everything that is saved is loaded"
+            check_equal(sorted(got["loaded"]), sorted(saved["saved"]), "what is there", cause=cause)
+            for name, want in saved["saved"].items():
+                check_equal(got["loaded"][name], want, f"{name} on rank {rank}", cause=cause)
+            cause = "gradients of before are still there"
+            check_equal(got["gradients"], [], "parameters with gradients", cause=cause)
+            cause = "what trains afterwards is not what was loaded"
+            losses, want = (torch.tensor(run["after"]) for run in (got, saved))
+            check_close(losses, want, "losses of the next steps", cause=cause, rtol=1e-4)
+
+    @pytest.mark.works
+    def test_one_file_holds_the_model_as_it_is_without_wrap(self, answer, world, tmp_path):
+        """A file from before is replaced; ordinary tensors, all names, the weights to the bit."""
+        path = tmp_path / "whole.pt"
+        path.write_bytes(b"from before")
+        results = world.run(answer, ranks_whole.save_whole_after, path)
+        model = make(**MADE)
+        cause = "the file is not of the state dict of the model without wrap"
+        saved = load_file(path)
+        check_equal(list(saved), list(model.state_dict()), "names in the file", cause=cause)
+        for rank, result in enumerate(results):
+            cause = "this rank returns before rank 0 has written"
+            what = f"names in the file when the call returns on rank {rank}"
+            check_equal(result["names"], list(saved), what, cause=cause)
+        for name, want in results[0]["weights"].items():
+            cause = "shards are saved, or other values"
+            check_equal(saved[name], want, name, cause=cause)
+            check(
+                type(saved[name]) is Tensor and saved[name].device.type == "cpu",
+                expected=f"{name} as an ordinary tensor on the cpu",
+                got=f"{type(saved[name]).__name__} on {saved[name].device}",
+                cause="a DTensor, or a tensor of the accelerator, is saved",
+            )
+        model.load_state_dict(saved)
+
+    @pytest.mark.works
+    @pytest.mark.parametrize("world", [2, 4], indirect=True, ids=["2_ranks", "4_ranks"])
+    def test_a_sharded_model_loads_the_file_of_one_process(self, answer, world, tmp_path):
+        path = tmp_path / "whole.pt"
+        want = make(**MADE).state_dict()
+        torch.save(want, path)
+        for rank, got in enumerate(world.run(answer, ranks_whole.load_whole_into, path)):
+            for name, value in want.items():
+                cause = "a rank has not got its part of every weight"
+                check_equal(got[name], value, f"{name} on rank {rank}", cause=cause)
 
     @pytest.mark.exact
     def test_makes_the_model_once_under_meta(self, answer, world):
@@ -81,29 +153,16 @@ class TestPart4Build:
         for name, seen in want.items():
             check_equal(got[name], seen, f"a step with {name}", cause=f"{name} is not passed on")
 
-    @pytest.mark.saves
-    @pytest.mark.parametrize("ranks", [8, 64])
-    def test_no_rank_ever_holds_the_model(self, answer, reference, device, ranks):
-        """Bytes while it is built <= shards + buffers + what two units have, rounding included."""
-
-        def peak(module: object) -> int:
-            with simulated_world(ranks, device) as mesh:
-                return ranks_build.peak_of_build(module, mesh, WIDTH, BLOCKS, device)
-
-        _check_peak(peak(answer), peak(reference), ranks)
-
-    @pytest.mark.saves
-    def test_no_rank_of_two_ever_holds_the_model(self, answer, reference, world):
-        """The same on two real ranks, of which neither gets anything from the other."""
-        yours, theirs = (
-            world.run(module, ranks_build.peak, WIDTH, BLOCKS) for module in (answer, reference)
+    @pytest.mark.exact
+    def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
+        """Two checkpoints take twice the bytes of one."""
+        one, two = world.run(answer, ranks_checkpoint.save_twice, tmp_path / "run")[0]
+        check(
+            one > 0 and two > 1.8 * one,
+            expected=f"some {2 * one} bytes in the folder after the second save",
+            got=two,
+            cause="the second checkpoint is written over the first: while it is, there is none",
         )
-        for mine, other in zip(yours, theirs, strict=True):
-            _check_peak(mine, other, 2)
-
-    @pytest.mark.survives
-    def test_refuses_what_wrap_refuses(self, answer, world):
-        world.run(answer, ranks_build.refused)
 
 
 def _seen(
@@ -116,24 +175,3 @@ def _seen(
         "forwards of a block": runs,
         "gathers": gathers,
     }
-
-
-@functools.cache
-def _model() -> Model:
-    return Model(WIDTH, BLOCKS)
-
-
-def _check_peak(yours: int, theirs: int, ranks: int) -> None:
-    __tracebackhide__ = True
-    parameters = list(_model().parameters())
-    largest = sorted(whole_bytes(unit, ranks) for unit in units(_model()))[-2:]
-    buffers = sum(rounded(b.numel() * b.element_size()) for b in _model().buffers())
-    check_bar(
-        f"build, above the baseline on a rank of {ranks}",
-        yours,
-        shard_bytes(parameters, ranks) + buffers + sum(largest),
-        plain=shard_bytes(parameters, 1) + buffers,
-        reference=theirs,
-        formula="shards + buffers + two blocks",
-        cause="the whole model is there before it is sharded, or all of it is initialised at once",
-    )

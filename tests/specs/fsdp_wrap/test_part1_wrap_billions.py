@@ -1,0 +1,71 @@
+"""Four billion parameters on 64 ranks: a dry run, so no value is computed and no memory is held."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kit.account import Account
+from kit.ruler import human
+from kit.toys import Block
+from kit.verdict import check, check_bar
+from specs.fsdp_wrap.models import shard_bytes, units, whole_bytes
+from specs.fsdp_wrap.plan import LargeModel, rehearse
+
+RANKS, TOKENS = 64, (1, 256)
+GPU = 24 * 2**30
+
+
+def large() -> LargeModel:
+    """Few blocks, because a dry run takes as long as it has operations: 5 of 3.4 GB."""
+    return LargeModel(layers=5, width=9216, words=1000)
+
+
+def alone(model: nn.Module, mesh: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+@functools.cache
+def dry_books(answer: Any) -> Account:
+    """The second step of rank 0 of 64, whose model the answer has wrapped; None: of one process."""
+    if answer is None:
+        return rehearse(alone, large, 1, TOKENS)[0]
+    adamw = functools.partial(torch.optim.AdamW, foreach=False)
+    return rehearse(lambda *it: answer.wrap(*it, Block, adamw), large, RANKS, TOKENS)[0]
+
+
+class TestPart1WrapBillions:
+    """Part 1: wrap - every block a unit, then the root"""
+
+    subject = "wrap"
+
+    @pytest.mark.saves
+    def test_four_billion_parameters_fit_a_gpu_of_24_gib(self, answer, reference):
+        """State / 64 + two whole blocks, the gradients of one, buffers for two, the root's unit
+        + the activations of one process, within 2 %; a process alone needs 16 bytes a parameter.
+        """
+        with torch.device("meta"):
+            model = large()
+        *blocks, root = (whole_bytes(unit, RANKS) for unit in units(model, Block))
+        plain = dry_books(None)
+        state = 4 * shard_bytes(model.parameters(), RANKS)
+        limit = 1.02 * (state + 5 * max(blocks) + root + plain.most["activations"])
+        check_bar(
+            f"peak on {RANKS} ranks of {sum(p.numel() for p in model.parameters()):,} parameters",
+            dry_books(answer).reading.peak,
+            limit,
+            plain=plain.reading.peak,
+            reference=dry_books(reference).reading.peak,
+            formula="state / 64 + 5 blocks + the root's unit + activations, + 2 %",
+            cause="the units are larger than a block, or something is not sharded",
+        )
+        check(
+            dry_books(answer).reading.peak <= GPU,
+            expected="a peak that fits 24 GiB",
+            got=human(dry_books(answer).reading.peak),
+            cause="the units are larger than a block, or something is not sharded",
+        )
