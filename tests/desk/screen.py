@@ -253,7 +253,10 @@ def state(verdict: Verdict) -> str:
     if verdict.trouble:
         return "no verdict, the judge itself failed"
     if verdict.first_bad is None:
-        return "passed" if verdict.passed else "no verdict, the run did not end"
+        if verdict.passed:
+            return "passed"
+        nothing = verdict.finished and not verdict.not_run
+        return f"no verdict, {'nothing could be checked' if nothing else 'the run did not end'}"
     spec, outcome = verdict.first_bad
     place = f"part {spec.part} of {verdict.parts}"
     if outcome.result == events.TODO:

@@ -207,6 +207,14 @@ def test_a_gpu_spec_that_did_not_come_to_its_turn_counts_as_not_checked_on_a_cpu
     assert summary(verdict).endswith("(1 not written, 1 not run)")
 
 
+def test_a_run_in_which_nothing_could_be_checked_is_told_from_one_that_broke_off():
+    """As on a torch that cannot run what the kata is about."""
+    collected = Collected([SPEC, ON_GPU], 0.0)
+    both = (Outcome("a", events.SKIPPED), Outcome("b", events.SKIPPED))
+    assert state(_verdict(collected, *both, Finished())).endswith("nothing could be checked")
+    assert state(_verdict(collected, *both)).endswith("the run did not end")
+
+
 def _verdict(*seen: events.Event) -> Verdict:
     verdict = Verdict(Job(kata=None, path=None))
     for event in seen:
