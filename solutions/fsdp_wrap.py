@@ -181,7 +181,8 @@ def train_step(
     Ranks, and micro-batches, may have different numbers of samples; a sample counts once wherever
     it is. Gradients from before do not count, and the step's (clipped) gradients are still in place
     afterwards. After it the model can be trained in any other way, every backward synchronised,
-    also where `loss_fn` has raised.
+    also where `loss_fn` has raised on every rank. (With sync="last" FSDP may then still hold what
+    earlier micro-batches have summed up, and nothing public can drop that.)
 
     Gradients are summed over micro-batches, and at any moment there are the activations of one.
     With sync="each" every backward reduces them, and a rank holds its shards of them only. With
@@ -233,7 +234,7 @@ def train_step(
     loss = torch.stack(shares).sum()
     dist.all_reduce(loss, group=mesh.get_group())
     if isinstance(grad_norm, DTensor):
-        # Its parts are not added up yet. That is a collective, so every rank has to ask for it.
+        # Plain, because a DTensor may be a collective to look at, on every rank or on none.
         grad_norm = grad_norm.full_tensor()
     return StepResult(loss, grad_norm)
 

@@ -20,6 +20,9 @@ from kit.verdict import SpecFailure
 # A file, a line and a function, as in a traceback.
 Frame = tuple[str, int, str]
 
+_PASSES_ON = r"torch/(_ops\.py|_compile\.py|_library/|_dynamo/)"
+_WAITS = r"torch/(distributed|nn/parallel|autograd)/"
+
 
 @dataclass(frozen=True)
 class Dead:
@@ -94,11 +97,16 @@ def main_stack(dump: str, main: str) -> list[Frame]:
 
 
 def is_waiting(stack: list[Frame]) -> bool:
-    """Whether the innermost frame is one in which torch waits for other ranks."""
-    if not stack:
+    """Whether the innermost frame is one in which torch waits for other ranks.
+
+    What passes a call on inside torch does not count.
+    """
+    # A collective of a DTensor is an operator like others: who has called it counts.
+    inner = [frame for frame in stack if not re.search(_PASSES_ON, Path(frame[0]).as_posix())]
+    if not inner:
         return False
-    file, line, _ = stack[-1]
-    if re.search(r"torch/(distributed|nn/parallel|autograd)/", Path(file).as_posix()):
+    file, line, _ = inner[-1]
+    if re.search(_WAITS, Path(file).as_posix()):
         return True
     # The wait() of a collective that was begun with async_op=True is no Python function.
     return "wait(" in linecache.getline(file, line)

@@ -15,6 +15,7 @@ from kit.answers import load
 from kit.collectives import Collective
 from kit.nursery import Nursery
 from kit.verdict import Bar, SpecFailure
+from kit.trouble import is_waiting
 from kit.world import World
 from selftest import world_programs as programs
 from selftest.tiny import House, later, new_folder, result
@@ -303,3 +304,12 @@ def test_the_desk_tells_what_happened_in_a_rank():
 def _line(text: str) -> int:
     lines = programs.ANSWER.splitlines()
     return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def test_a_collective_below_an_operator_of_torch_is_waiting_and_a_loop_of_operators_is_not():
+    """DTensor.full_tensor() on one rank: the innermost frames are those that pass the call on."""
+    answer, passes_on = ("answer.py", 3, "norm"), ("lib/torch/_ops.py", 865, "__call__")
+    collective = ("lib/torch/distributed/_functional_collectives.py", 140, "wait_tensor")
+    assert is_waiting([answer, collective, passes_on])
+    assert not is_waiting([answer, passes_on])
+    assert not is_waiting([])

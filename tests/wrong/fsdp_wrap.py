@@ -1338,7 +1338,7 @@ STEP_AND_BUILD: list[Wrong] = [
         name="rank_0_gathers_alone",
         belief="Rank 0 writes, so rank 0 gathers.",
         caught_by="test_one_file_holds_the_model_as_it_is_without_wrap",
-        says="rank 1 has finished",
+        says="waits in a collective call that rank 1 never makes",
         edits=(
             (WHOLE_WEIGHTS, ""),
             ("        partial = Path(", "    " + WHOLE_WEIGHTS + "        partial = Path("),
