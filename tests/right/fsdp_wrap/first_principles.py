@@ -430,8 +430,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     mesh = _mesh(model)
     folder = Path(folder)
     newest = _newest(folder, mesh)
-    if step <= newest:  # which is -1 where there is none
-        raise ValueError(f"step is {step}: it must be 0 at least, and above the newest, {newest}")
+    if step <= newest:  # which is 0 where there is none
+        raise ValueError(f"step is {step}: it must be 1 at least, and above the newest, {newest}")
     first = mesh.get_group().rank() == 0
     unfinished = folder / _UNFINISHED
 
@@ -481,13 +481,13 @@ def _part_name(rank: int) -> str:
 
 
 def _newest(folder: Path, mesh: DeviceMesh) -> int:
-    """The step of the newest complete checkpoint, as rank 0 sees it; -1 if there is none."""
+    """The step of the newest complete checkpoint, as rank 0 sees it; 0 if there is none."""
 
     def look() -> int:
         if mesh.get_group().rank() != 0 or not folder.exists():
-            return -1
+            return 0
         names = [re.fullmatch(r"step-(\d+)", entry.name) for entry in folder.iterdir()]
-        return max((int(name[1]) for name in names if name), default=-1)
+        return max((int(name[1]) for name in names if name), default=0)
 
     seen = _together(mesh, f"looking into {folder}", look)
     return _reduced([seen], dist.ReduceOp.MAX, mesh)[0]
@@ -623,7 +623,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     mesh = _mesh(model)
     folder = Path(folder)
     step = _newest(folder, mesh)
-    if step < 1:
+    if not step:
         raise ValueError(f"there is no checkpoint in {folder}")
     here = folder / f"step-{step}"
     # The optimizer's groups may hold any object; the job has written the file itself.

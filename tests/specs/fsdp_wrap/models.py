@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
@@ -139,14 +141,36 @@ def train_alone(
     return Trained(losses, norms, weights(model), gradients(model))
 
 
-def full(value: Tensor) -> Tensor:
-    """The whole of a shard, on the cpu; a collective, so on every rank. Not only of shards."""
-    value = value.detach()
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu().clone()
+def full(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The whole of each tensor, on the cpu. A collective if shards are among them: on every rank.
+
+    One for all of them, because a call for each takes longer than the step that is looked at.
+    """
+    shards: dict[str, Any] = {n: v.detach() for n, v in values.items() if hasattr(v, "to_local")}
+    every: list[Tensor] = []
+    if shards:
+        group = next(iter(shards.values())).device_mesh.get_group()
+        mine = torch.cat([_padded(shard, group.size()) for shard in shards.values()])
+        every = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(every, mine, group=group)
+    result, start = {}, 0
+    for name, value in values.items():
+        if name in shards:
+            numel = part(value, len(every))
+            rows = torch.cat([flat[start : start + numel] for flat in every])
+            start += numel
+            value = rows[: value.numel()].view(value.shape).to(value.dtype)
+        result[name] = value.detach().cpu().clone()
+    return result
+
+
+def _padded(shard: Any, ranks: int) -> Tensor:
+    local = shard.to_local().flatten()
+    return F.pad(local, (0, part(shard, ranks) - local.numel()))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(value) for name, value in model.state_dict().items()}
+    return full(model.state_dict())
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -163,7 +187,9 @@ def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def gradients_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else full(p.grad) for name, p in parameters}
+    every = {name: p.grad for name, p in parameters}
+    there = full({name: grad for name, grad in every.items() if grad is not None})
+    return {name: there.get(name) for name in every}
 
 
 def check_named(

@@ -109,7 +109,7 @@ def built(
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers by name, also the buffers that are not in the state dict."""
-    return {**weights(model), **{name: full(buffer) for name, buffer in model.named_buffers()}}
+    return {**weights(model), **full(dict(model.named_buffers()))}
 
 
 def first_values(answer: Any, rank: int, kind: str) -> dict[str, Any]:

@@ -60,10 +60,12 @@ def steps(answer: Any, model: nn.Module, optimizer: Optimizer, *numbers: int) ->
 
 def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Weights, optimizer state and settings, whole, by name."""
-    found: dict[str, Any] = dict(weights(model))
-    for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            found[f"{key} of {name}"] = full(torch.as_tensor(value))
+    held = {
+        f"{key} of {name}": torch.as_tensor(value)
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+    }
+    found: dict[str, Any] = {**weights(model), **full(held)}
     for number, group in enumerate(optimizer.param_groups):
         found[f"lr of group {number}"] = group["lr"]
     return found
