@@ -1152,7 +1152,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="keeps_its_learning_rate",
         belief="The tensors are loaded in place, and settings are the program's.",
-        caught_by="test_goes_on_as_if_it_had_not_been_interrupted[4_ranks_to_1]",
+        caught_by="test_goes_on_as_if_it_had_not_been_interrupted[2_ranks_to_1]",
         says="lr of group 0",
         edits=(
             (
