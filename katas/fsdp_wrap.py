@@ -54,15 +54,17 @@ def wrap(
 
     A step (one forward, in which every block runs once, and one backward) gathers every block
     twice, once for each, and gives it back after each; at any moment no more than two blocks are
-    whole (and those that they are inside of), and the root's unit. The root's unit is gathered
-    once, and stays until its backward is done. The gradients of each unit are reduced once. With
-    `reshard_after_forward=False` every unit is gathered once, and the whole model stays gathered
-    from forward to backward.
+    whole or on their way (and those that they are inside of), and the root's unit. The root's unit
+    is gathered once, and stays until its backward is done. The gradients of each unit are reduced
+    once. With `reshard_after_forward=False` every unit is gathered once, and the whole model stays
+    gathered from forward to backward. A forward under no_grad gathers every unit once, and leaves
+    none gathered, with either.
 
     With `dtype=torch.bfloat16` (part 2) parameters are gathered, and all units compute, in
     bfloat16, which is also what they pass on to each other; gradients are reduced in float32;
-    shards, their gradients and the optimizer's state are float32. The model casts its floating
-    inputs itself, and its output is float32.
+    shards, their gradients and the optimizer's state are float32. Every unit casts the floating
+    tensors among its inputs itself, and those that the model returns are float32. Buffers stay as
+    they are.
 
     With `checkpoint=True` (part 3) each block keeps only its inputs for backward and runs its
     forward once more there. Gathers and reductions are no more than without. (For a model in which
@@ -71,7 +73,8 @@ def wrap(
     Args:
         model: whole and float32, on the mesh's device, the same values on every rank.
         mesh: one-dimensional, over the ranks that share the model.
-        block_types: the classes of the blocks; inside the model there is at least one of each.
+        block_types: the classes of the blocks, a subclass being one too; inside the model there is
+            at least one of each.
         make_optimizer: from parameters to an optimizer that holds them.
         reshard_after_forward: whether a block is given back between forward and backward.
         dtype: torch.float32 or torch.bfloat16.
@@ -107,8 +110,8 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on the mean loss over all samples of all ranks' micro-batches.
 
-    Ranks, and micro-batches, may have different numbers of samples; a sample counts once wherever
-    it is. Gradients from before do not count, and the step's (clipped) gradients are still in place
+    Ranks, and micro-batches, may have different numbers of samples; a sample counts once, wherever
+    it is and however large. Gradients from before do not count, and the step's (clipped) gradients are still in place
     afterwards. After it the model can be trained in any other way, every backward synchronised,
     also where `loss_fn` has raised on every rank. (With sync="last" FSDP may then still hold what
     earlier micro-batches have summed up, and nothing public can drop that.)
@@ -237,4 +240,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub ade762513f1e
+# untouched stub 8edbedc6f36b

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -70,15 +70,17 @@ def wrap(
 
     A step (one forward, in which every block runs once, and one backward) gathers every block
     twice, once for each, and gives it back after each; at any moment no more than two blocks are
-    whole (and those that they are inside of), and the root's unit. The root's unit is gathered
-    once, and stays until its backward is done. The gradients of each unit are reduced once. With
-    `reshard_after_forward=False` every unit is gathered once, and the whole model stays gathered
-    from forward to backward.
+    whole or on their way (and those that they are inside of), and the root's unit. The root's unit
+    is gathered once, and stays until its backward is done. The gradients of each unit are reduced
+    once. With `reshard_after_forward=False` every unit is gathered once, and the whole model stays
+    gathered from forward to backward. A forward under no_grad gathers every unit once, and leaves
+    none gathered, with either.
 
     With `dtype=torch.bfloat16` (part 2) parameters are gathered, and all units compute, in
     bfloat16, which is also what they pass on to each other; gradients are reduced in float32;
-    shards, their gradients and the optimizer's state are float32. The model casts its floating
-    inputs itself, and its output is float32.
+    shards, their gradients and the optimizer's state are float32. Every unit casts the floating
+    tensors among its inputs itself, and those that the model returns are float32. Buffers stay as
+    they are.
 
     With `checkpoint=True` (part 3) each block keeps only its inputs for backward and runs its
     forward once more there. Gathers and reductions are no more than without. (For a model in which
@@ -87,7 +89,8 @@ def wrap(
     Args:
         model: whole and float32, on the mesh's device, the same values on every rank.
         mesh: one-dimensional, over the ranks that share the model.
-        block_types: the classes of the blocks; inside the model there is at least one of each.
+        block_types: the classes of the blocks, a subclass being one too; inside the model there is
+            at least one of each.
         make_optimizer: from parameters to an optimizer that holds them.
         reshard_after_forward: whether a block is given back between forward and backward.
         dtype: torch.float32 or torch.bfloat16.
@@ -124,6 +127,15 @@ def _shard(
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     # Last: it takes what no block has taken. Backward begins with it, so it is not given back.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
+    model.register_forward_hook(_give_back)
+
+
+def _give_back(model: nn.Module, args: object, output: object) -> None:
+    """No backward will do it, and the next forward would see the weights of before a step."""
+    if not torch.is_grad_enabled():
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
@@ -145,16 +157,23 @@ def _check_wrap(
     for kind in block_types if isinstance(block_types, tuple) else (block_types,):
         if not _blocks(model, kind):
             raise ValueError(f"{type(model).__name__} has no block of class {kind.__name__}")
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    # What is gathered is no DTensor, and a module may have been sharded in another way.
+    if any(isinstance(x, (FSDPModule, DTensor)) for x in [*model.modules(), *model.parameters()]):
         raise ValueError(f"{type(model).__name__} is sharded already")
-    seen, owned = set[nn.Module](), set[nn.Parameter]()
+    owned = set[nn.Parameter]()
     for unit in [*_blocks(model, block_types), model]:
-        modules = [module for module in unit.modules() if module not in seen]
-        own = {p for module in modules for p in module.parameters(recurse=False)}
+        own = set(_own_parameters(unit, block_types))
         if shared := [name for name, p in model.named_parameters() if p in own & owned]:
             raise ValueError(f"a parameter belongs to one unit, and two share {shared[0]}")
-        seen.update(modules)
         owned |= own
+
+
+def _own_parameters(module: nn.Module, block_types: BlockTypes) -> Iterator[nn.Parameter]:
+    """Those that are in no block inside, by every path: a module may stand at two places."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, block_types):
+            yield from _own_parameters(child, block_types)
 
 
 # Part 3
@@ -178,8 +197,8 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on the mean loss over all samples of all ranks' micro-batches.
 
-    Ranks, and micro-batches, may have different numbers of samples; a sample counts once wherever
-    it is. Gradients from before do not count, and the step's (clipped) gradients are still in place
+    Ranks, and micro-batches, may have different numbers of samples; a sample counts once, wherever
+    it is and however large. Gradients from before do not count, and the step's (clipped) gradients are still in place
     afterwards. After it the model can be trained in any other way, every backward synchronised,
     also where `loss_fn` has raised on every rank. (With sync="last" FSDP may then still hold what
     earlier micro-batches have summed up, and nothing public can drop that.)
@@ -212,7 +231,8 @@ def train_step(
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not wrapped")
-    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    # The optimizer has the shards, also where an evaluation has left the model gathered.
+    mesh = next(p.device_mesh for group in optimizer.param_groups for p in group["params"])
     samples = _samples_of_all(mesh, micro_batches)
 
     optimizer.zero_grad()
@@ -302,16 +322,20 @@ def build(
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
-    shards = dict(module.named_parameters(recurse=False))
+    # Under every name: a module may have one parameter under two.
+    shards = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    wholes = {}
     for name, shard in shards.items():
         # Whole for as long as `init` runs. Drawing straight into the shards would give every rank
         # the same numbers, and other ones than one process draws.
-        whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
-        setattr(module, name, nn.Parameter(whole, shard.requires_grad))
+        if shard not in wholes:
+            whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+            wholes[shard] = nn.Parameter(whole, shard.requires_grad)
+        setattr(module, name, wholes[shard])
     init(module)
     for name, shard in shards.items():
         assert isinstance(shard, DTensor)
-        mine, whole = shard.to_local(), getattr(module, name)
+        mine, whole = shard.to_local(), wholes[shard]
         rows = -(-len(whole) // shard.device_mesh.size())  # rounded up: the last ranks have fewer
         first = rows * shard.device_mesh.get_local_rank()
         with torch.no_grad():

@@ -26,7 +26,13 @@ UNIT = (
 )
 ROOT = "    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)\n"
 BLOCKS = "for module in reversed(list(model.modules()))\n"
-SHARDED = "    if any(isinstance(p, DTensor) for p in model.parameters()):\n"
+SHARDED = "    if any(isinstance(x, (FSDPModule, DTensor)) for x in [*model.modules(), *model.parameters()]):\n"
+GIVE_BACK = "    model.register_forward_hook(_give_back)\n"
+RESHARD = """        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+"""
+OWN = "        own = set(_own_parameters(unit, block_types))\n"
 
 WRAP: list[Wrong] = [
     # Part 1
@@ -118,8 +124,10 @@ WRAP: list[Wrong] = [
         raises=AssertionError,
         edits=(
             (
-                "reversed(list(model.modules()))\n",
-                "reversed([m for _, m in model.named_modules(remove_duplicate=False)])\n",
+                LOOP,
+                "    blocks = _blocks(model, block_types)\n"
+                "    places = [m for _, m in model.named_modules(remove_duplicate=False) if m in blocks]\n"
+                + LOOP.replace("_blocks(model, block_types)", "reversed(places)"),
             ),
         ),
     ),
@@ -131,8 +139,11 @@ WRAP: list[Wrong] = [
         raises=AssertionError,
         edits=(
             (
-                "        if isinstance(module, block_types) and module is not model\n",
-                "        if isinstance(module, block_types)\n",
+                LOOP,
+                LOOP.replace(
+                    "_blocks(model, block_types)",
+                    "[m for m in reversed(list(model.modules())) if isinstance(m, block_types)]",
+                ),
             ),
         ),
     ),
@@ -335,8 +346,8 @@ WRAP: list[Wrong] = [
         says="no error",
         edits=(
             (
-                "    for unit in [*_blocks(model, block_types), model]:\n        modules",
-                "    for unit in _blocks(model, block_types):\n        modules",
+                "    for unit in [*_blocks(model, block_types), model]:\n" + OWN,
+                "    for unit in _blocks(model, block_types):\n" + OWN,
             ),
         ),
     ),
@@ -366,8 +377,132 @@ WRAP: list[Wrong] = [
         name="looks_at_the_root_for_shards",
         belief="A model is sharded if its root is.",
         caught_by="test_refuses_a_model_that_is_sharded[the_last_block]",
-        says="where the_last_block had been sharded before",
+        says="where the last block had been sharded before",
         edits=((SHARDED, "    if isinstance(model, FSDPModule):\n"),),
+    ),
+    Wrong(
+        name="looks_at_the_parameters_for_shards",
+        belief="What is sharded has DTensors for parameters.",
+        caught_by="test_refuses_a_model_that_is_sharded[all_and_gathered]",
+        says="where all and gathered had been sharded before",
+        edits=((SHARDED, "    if any(isinstance(p, DTensor) for p in model.parameters()):\n"),),
+    ),
+    Wrong(
+        name="looks_at_the_modules_for_shards",
+        belief="Only fully_shard shards.",
+        caught_by="test_refuses_a_model_that_is_sharded[one_parameter]",
+        says="where one parameter had been sharded before",
+        edits=((SHARDED, "    if any(isinstance(m, FSDPModule) for m in model.modules()):\n"),),
+    ),
+    Wrong(
+        name="looks_at_each_module_once",
+        belief="A module stands at one place.",
+        caught_by="test_refuses_blocks_that_cannot_be_units[a_module_in_two_blocks]",
+        says="for a module in two blocks",
+        edits=(
+            ("    owned = set[nn.Parameter]()\n", "    seen, owned = set(), set()\n"),
+            (
+                OWN,
+                "        modules = [module for module in unit.modules() if module not in seen]\n"
+                "        own = {p for module in modules for p in module.parameters(recurse=False)}\n"
+                "        seen.update(modules)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_root_stays_after_evaluation",
+        belief="fully_shard gives back what is to be given back.",
+        caught_by="test_evaluation_between_the_steps_is_that_of_one_process[given_back]",
+        says="what one has gathered before a step is still there after it",
+        edits=((GIVE_BACK, ""),),
+    ),
+    Wrong(
+        name="evaluation_gives_back_the_root_only",
+        belief="reshard() of the model is of all units.",
+        caught_by="test_a_forward_alone_leaves_nothing_gathered[kept]",
+        says="no backward comes that would give it back",
+        edits=((RESHARD, "        model.reshard()\n"),),
+    ),
+    Wrong(
+        name="evaluation_gives_back_at_the_end",
+        belief="Without activations there is room for the whole model.",
+        caught_by="test_a_forward_alone_leaves_nothing_gathered[given_back]",
+        says="blocks are given back only where a backward is to come",
+        edits=(
+            (
+                UNIT,
+                UNIT
+                + "        block.register_forward_pre_hook(\n"
+                + "            lambda unit, args: unit.set_reshard_after_forward(\n"
+                + "                reshard_after_forward and torch.is_grad_enabled(), recurse=False\n"
+                + "            ),\n"
+                + "            prepend=True,\n"
+                + "        )\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="two_blocks_ahead",
+        belief="The more is on its way, the less there is to wait for.",
+        caught_by="test_no_more_than_one_block_is_gathered_ahead",
+        says="three are held at a time",
+        edits=(
+            (
+                ROOT,
+                ROOT
+                + "    blocks = _blocks(model, block_types)\n"
+                + "    for number, block in enumerate(blocks, 1):\n"
+                + "        block.set_modules_to_backward_prefetch(blocks[number : number + 2])\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="recomputes_unasked",
+        belief="Sharded models are large, so blocks are always checkpointed.",
+        caught_by="test_no_more_than_one_block_is_gathered_ahead",
+        says="which nobody has asked for here",
+        edits=(("        if checkpoint:\n", "        if True:\n"),),
+    ),
+    Wrong(
+        name="keeps_the_parameters_of_before",
+        belief="A list of parameters is no memory.",
+        caught_by="test_nothing_holds_the_whole_parameters_any_more",
+        says="something still has the parameters of before",
+        edits=((LOOP, "    model.whole = list(model.parameters())\n" + LOOP),),
+    ),
+    Wrong(
+        name="exactly_of_the_class",
+        belief="type(module) is the class of a module.",
+        caught_by="test_the_units_of_other_models_are_their_blocks[nested]",
+        says="a block is no unit of its own",
+        edits=(
+            (
+                "        if isinstance(module, block_types) and module is not model\n",
+                "        if type(module) in (block_types if isinstance(block_types, tuple) else [block_types])\n"
+                "        and module is not model\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="class_by_class",
+        belief="The caller names the inner class first.",
+        caught_by="test_every_gradient_of_other_models_is_that_of_one_process[nested]",
+        says="Invariant encountered",
+        raises=TypeError,
+        edits=(
+            (
+                LOOP,
+                LOOP.replace(
+                    "_blocks(model, block_types)",
+                    "[\n"
+                    "        block\n"
+                    "        for kind in (block_types if isinstance(block_types, tuple) else [block_types])\n"
+                    "        for block in _blocks(model, kind)\n"
+                    "        if not isinstance(block, FSDPModule)\n"
+                    "    ]",
+                ),
+            ),
+        ),
     ),
     # Part 2
     Wrong(
@@ -401,6 +536,70 @@ WRAP: list[Wrong] = [
                 ROOT
                 + "    if dtype != torch.float32:\n"
                 + "        model.register_forward_pre_hook(lambda _, args: tuple(a.to(dtype) for a in args))\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="only_the_root_casts",
+        belief="What has been cast once stays bfloat16.",
+        caught_by="test_units_compute_in_bfloat16_and_the_model_returns_float32[fp32]",
+        says="where the root has computed with a buffer",
+        edits=((POLICY_16, POLICY_16.replace(")\n", ", cast_forward_inputs=False)\n")),),
+    ),
+    Wrong(
+        name="casts_positional_inputs",
+        belief="What is floating comes first.",
+        caught_by="test_units_compute_in_bfloat16_and_the_model_returns_float32[fp32]",
+        says="only positional inputs are cast",
+        edits=(
+            (ROOT_POLICY, ROOT_POLICY.replace(")\n", ", cast_forward_inputs=False)\n")),
+            (
+                ROOT,
+                ROOT
+                + "    if dtype != torch.float32:\n"
+                + "        model.register_forward_pre_hook(\n"
+                + "            lambda _, args: tuple(a.to(dtype) if a.is_floating_point() else a for a in args)\n"
+                + "        )\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="a_root_without_parameters_is_no_unit",
+        belief="There is nothing to shard in it.",
+        caught_by="test_trains_nearly_as_in_float32[only_blocks]",
+        says="what the model returns is left in bfloat16",
+        edits=(
+            (
+                ROOT,
+                "    if any(not isinstance(p, DTensor) for p in model.parameters()):\n    " + ROOT,
+            ),
+        ),
+    ),
+    Wrong(
+        name="buffers_in_bfloat16",
+        belief="Buffers are used with parameters, so they have their dtype.",
+        caught_by="test_wrapping_in_bfloat16_loses_no_digit",
+        says="shards and buffers stay float32",
+        edits=(
+            (
+                LOOP,
+                "    for buffer in model.buffers():\n"
+                "        if buffer.is_floating_point():\n"
+                "            buffer.data = buffer.data.to(dtype)\n" + LOOP,
+            ),
+        ),
+    ),
+    Wrong(
+        name="gives_back_whatever_is_asked_in_bfloat16",
+        belief="Who asks for 16 bits wants the least memory.",
+        caught_by="test_blocks_that_stay_are_gathered_once_in_bfloat16_too",
+        says="a unit is given back that is needed again",
+        edits=(
+            (
+                UNIT,
+                UNIT.replace(
+                    "=reshard_after_forward,", "=reshard_after_forward or dtype == torch.bfloat16,"
+                ),
             ),
         ),
     ),
@@ -549,6 +748,10 @@ RECOMPUTE = (
     "            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)\n"
 )
 LAST_UNIT = "    # Last: it takes what no block has taken."
+SIZES = "    sizes = [len(inputs) for inputs, _ in micro_batches]\n"
+MESH = (
+    '    mesh = next(p.device_mesh for group in optimizer.param_groups for p in group["params"])\n'
+)
 GOOD = "    good = bool(sizes) and all(len(inputs) == len(targets) > 0 for inputs, targets in micro_batches)\n"
 UNWRAPPED = """    if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not wrapped")
@@ -642,7 +845,7 @@ STEP_AND_BUILD: list[Wrong] = [
     Wrong(
         name="syncs_the_first",
         belief="One backward pass of a step reduces; which one does not matter.",
-        caught_by="test_trains_as_one_process_over_three_steps[4_ranks-last]",
+        caught_by="test_trains_as_one_process_over_three_steps[2_ranks-last]",
         says="losses of the steps",
         edits=((SYNC, SYNC.replace("number == len(micro_batches)", "number == 1")),),
     ),
@@ -837,7 +1040,7 @@ STEP_AND_BUILD: list[Wrong] = [
         name="one_backward_for_the_step",
         belief="Add up the losses, then one backward(): it is the same gradient, and reduces once.",
         caught_by="test_activations_are_those_of_one_micro_batch",
-        says="graphs are kept",
+        says="graphs or outputs are kept",
         edits=(
             (SYNC, ""),
             (BACKWARD, "            shares.append(share)\n"),
@@ -998,6 +1201,169 @@ STEP_AND_BUILD: list[Wrong] = [
         caught_by="test_refuses_options_that_are_none",
         says="the model is not wrapped",
         edits=((UNWRAPPED, ""),),
+    ),
+    Wrong(
+        name="one_micro_batch_needs_no_reduction",
+        belief='With one micro-batch there is nothing that sync="last" could put off.',
+        caught_by="test_trains_as_one_process_over_three_steps[4_ranks-last]",
+        says="gradients are cleared after the step, or are never reduced",
+        edits=((SYNC, SYNC.replace("== len(micro_batches)", "== len(micro_batches) > 1")),),
+    ),
+    Wrong(
+        name="counts_tokens",
+        belief="What a loss is the mean of are the numbers in it.",
+        caught_by="test_a_sample_counts_once_however_large_it_is",
+        says="tokens are counted, and not samples",
+        edits=(
+            (SHARE, SHARE.replace("len(inputs)", "inputs.numel()")),
+            (SIZES, SIZES.replace("len(inputs)", "inputs.numel()")),
+        ),
+    ),
+    Wrong(
+        name="inputs_are_floats",
+        belief="With float inputs checkpoints work, whatever came.",
+        caught_by="test_a_sample_counts_once_however_large_it_is",
+        says="Expected tensor for argument",
+        edits=((SHARE, SHARE.replace("model(inputs)", "model(inputs.float())")),),
+        raises=RuntimeError,
+    ),
+    Wrong(
+        name="an_infinite_norm_is_none",
+        belief="inf is no number to clip to.",
+        caught_by="test_clips_to_the_norm_of_the_whole_model[is_infinite]",
+        says="max_norm must be positive, not inf",
+        edits=(("not max_norm > 0", "not 0 < max_norm < float('inf')"),),
+        raises=ValueError,
+    ),
+    Wrong(
+        name="a_reentrant_checkpoint",
+        belief="Both kinds of checkpoint do the same.",
+        caught_by="test_checkpoints_whatever_a_block_takes_and_returns[frozen_beginning]",
+        says="a reentrant checkpoint",
+        edits=((RECOMPUTE, RECOMPUTE.replace("use_reentrant=False", "use_reentrant=True")),),
+    ),
+    Wrong(
+        name="a_checkpoint_for_one_input",
+        belief="A block takes x.",
+        caught_by="test_checkpoints_whatever_a_block_takes_and_returns[keywords_and_tuples]",
+        says="unexpected keyword argument",
+        edits=(
+            (
+                RECOMPUTE,
+                "            def again(x, *, run=block.forward):\n"
+                "                return recompute(run, x, use_reentrant=False)\n\n"
+                "            block.forward = again\n",
+            ),
+        ),
+        raises=TypeError,
+    ),
+    Wrong(
+        name="the_norm_of_the_first_group",
+        belief="The optimizer's parameters are in param_groups[0].",
+        caught_by="test_all_options_at_once_train_as_one_process",
+        says="one group of the optimizer's parameters only",
+        edits=((NORM, NORM.replace("model.parameters()", 'optimizer.param_groups[0]["params"]')),),
+    ),
+    Wrong(
+        name="clips_the_first_group",
+        belief="The optimizer's parameters are in param_groups[0].",
+        caught_by="test_all_options_at_once_train_as_one_process",
+        says="one group of the optimizer's parameters only",
+        edits=((CLIP, CLIP.replace("model.parameters()", 'optimizer.param_groups[0]["params"]')),),
+    ),
+    Wrong(
+        name="clears_the_first_group",
+        belief="The optimizer's parameters are in param_groups[0].",
+        caught_by="test_all_options_at_once_train_as_one_process",
+        says="one group of the optimizer's parameters only",
+        edits=(
+            (
+                STEP_HEAD,
+                '    for p in optimizer.param_groups[0]["params"]:\n        p.grad = None\n'
+                "    shares = []\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="stays_gathered_between_micro_batches",
+        belief="The next micro-batch needs the same weights: two gathers of each block are one.",
+        caught_by="test_two_blocks_and_the_root_are_whole_at_most[last]",
+        says="blocks stay gathered for the next micro-batch",
+        edits=(
+            (
+                SYNC,
+                SYNC
+                + "            model.set_reshard_after_backward(number == len(micro_batches))\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="gathers_everything_first",
+        belief="Gathering ahead hides the sending.",
+        caught_by="test_two_blocks_and_the_root_are_whole_at_most[each]",
+        says="blocks stay gathered",
+        edits=(
+            (
+                STEP_HEAD,
+                STEP_HEAD + "    for unit in model.modules():\n"
+                "        if isinstance(unit, FSDPModule):\n            unit.unshard()\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="keeps_the_last_graph",
+        belief="retain_graph=True is for more than one backward() in a step.",
+        caught_by="test_activations_are_those_of_one_micro_batch",
+        says="graphs or outputs are kept",
+        edits=((BACKWARD, BACKWARD.replace("backward()", "backward(retain_graph=True)")),),
+    ),
+    Wrong(
+        name="keeps_the_outputs",
+        belief="Outputs are small beside activations.",
+        caught_by="test_activations_are_those_of_one_micro_batch",
+        says="graphs or outputs are kept",
+        edits=(
+            (STEP_HEAD, STEP_HEAD + "    outputs = []\n"),
+            (
+                SHARE,
+                "            outputs.append(model(inputs))\n"
+                + SHARE.replace("model(inputs)", "outputs[-1]"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="asks_the_model_for_its_shards",
+        belief="The parameters of a wrapped model are DTensors.",
+        caught_by="test_a_step_is_right_after_an_error_with_all_gathered",
+        says="device_mesh",
+        edits=((MESH, "    mesh = next(model.parameters()).device_mesh\n"),),
+        raises=AttributeError,
+    ),
+    Wrong(
+        name="looks_at_the_last_micro_batch",
+        belief="A data set is irregular at its end.",
+        caught_by="test_a_bad_step_on_one_rank_is_refused_by_all[more_targets_than_inputs-0]",
+        says="more targets than inputs",
+        edits=((GOOD, GOOD.replace(" in micro_batches)", " in micro_batches[-1:])")),),
+    ),
+    Wrong(
+        name="targets_may_be_left_over",
+        belief="There has to be a target for every input.",
+        caught_by="test_a_bad_step_on_one_rank_is_refused_by_all[more_targets_than_inputs-0]",
+        says="more targets than inputs",
+        edits=(
+            (
+                GOOD,
+                GOOD.replace("len(inputs) == len(targets) > 0", "0 < len(inputs) <= len(targets)"),
+            ),
+        ),
+    ),
+    Wrong(
+        name="none_is_a_number_too",
+        belief="It is enough that all ranks have as many.",
+        caught_by="test_a_step_without_any_micro_batch_is_refused",
+        says="where no rank has any",
+        edits=((" or counts[0] == 0:", ":"),),
     ),
     # Part 4: build
     Wrong(

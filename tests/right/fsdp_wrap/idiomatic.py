@@ -100,6 +100,13 @@ def _shard(
             # It and the block around it are whole: no prefetch of a third one.
             block.set_modules_to_backward_prefetch([block])
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
+    model.register_forward_hook(_after_forward)
+
+
+def _after_forward(model: nn.Module, *_: object) -> None:
+    """No backward gives back what a forward without one has gathered."""
+    if not torch.is_grad_enabled():
+        _shards(model)
 
 
 def _shards(model: nn.Module) -> dict[str, DTensor]:

@@ -108,6 +108,17 @@ def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
+def in_groups(
+    parameters: Iterable[nn.Parameter],
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum,
+) -> Optimizer:
+    """Two groups of parameters; the vectors have a learning rate of their own."""
+    every = list(parameters)
+    optimizer = make_optimizer([p for p in every if p.ndim > 1])
+    optimizer.add_param_group({"params": [p for p in every if p.ndim == 1], "lr": 5e-3})
+    return optimizer
+
+
 class Trained(NamedTuple):
     """What training has come to: of each step the loss and the norm, and what is there at the end.
 

@@ -47,11 +47,12 @@ class Outer(nn.Module):
 
 
 class Nested(nn.Module):
-    """Blocks in blocks; a parameter of the root itself; buffers of three kinds."""
+    """Blocks in blocks; a parameter of the root itself, by two names; buffers of three kinds."""
 
     def __init__(self, width: int = 11) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.zeros(OUTPUTS))
+        self.offset_again = self.offset
         self.register_buffer("scale", torch.ones(7, 1))
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
@@ -80,7 +81,11 @@ BLOCK_TYPES = (Block, Outer)
 
 
 def init(module: nn.Module) -> None:
-    """Random values for all that is the module's own: whoever is out of order gets other ones."""
+    """Random values for all that is the module's own: whoever is out of order gets other ones.
+
+    A number is drawn for a module that has nothing, too.
+    """
+    torch.rand(())
     for p in module.parameters(recurse=False):
         nn.init.normal_(p, mean=0.02, std=0.15)
     for buffer in module.buffers(recurse=False):
@@ -117,16 +122,22 @@ def first_values(answer: Any, rank: int, kind: str) -> dict[str, Any]:
     model, _ = built(answer, kind)
     names = dict(model.named_parameters(remove_duplicate=False))
     on_meta = [name for name, value in model.state_dict().items() if value.is_meta]
-    groups: dict[int, list[str]] = {}
-    for name, p in names.items():
-        groups.setdefault(id(p), []).append(name)
     return {
         "values": {} if on_meta else values(model),
-        "tied": sorted(group for group in groups.values() if len(group) > 1),
+        "tied": ties(model),
+        "mode": {module.training for module in model.modules()},
         "trained": [name for name, p in names.items() if p.requires_grad],
         "kinds": {type(p).__name__ for p in names.values()},
         "on meta": on_meta,
     }
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has more than one."""
+    groups: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(p), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def train_built(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2) -> Trained:
@@ -176,12 +187,14 @@ def options(answer: Any, rank: int, plan: Plan) -> dict[str, Any]:
     """What each option of `build` does to forward and backward, one after another."""
     ((inputs, targets),) = batches(plan, 0, rank)
     found: dict[str, Any] = {}
+    want = weights(built_alone("plain"))
     for name, value in (
         ("dtype", torch.bfloat16),
         ("checkpoint", True),
         ("reshard_after_forward", False),
     ):
         model, _ = built(answer, "plain", **{name: value})
+        first = weights(model)
         dtypes: list[torch.dtype] = []
         model.blocks[0].up.register_forward_pre_hook(
             lambda _, args, d=dtypes: d.append(args[0].dtype)
@@ -189,6 +202,7 @@ def options(answer: Any, rank: int, plan: Plan) -> dict[str, Any]:
         with collectives() as calls:
             mse(model(inputs), targets).backward()
         found[name] = {
+            "other values": [n for n in first if not torch.equal(first[n], want[n])],
             "dtype inside a block": str(dtypes[0]),
             "dtypes of parameters": [str(kind) for kind in {p.dtype for p in model.parameters()}],
             "forwards of a block": len(dtypes),

@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from specs.fsdp_wrap.files import load_file
 from specs.fsdp_wrap.ranks_checkpoint import different, loaded, small, state, steps
 from specs.fsdp_wrap.trouble import before_each_write, no_room
 
 
-def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[int, list[str], Any]]:
-    """One rank: what a kill would leave, before each operation on a file in a save of step 5.
+class Copies:
+    """What a kill at some moment would leave of a folder, each with when that is."""
 
-    The folder is copied at each of these moments; then, from each copy, what `load` gives, and what
-    it gives after a save of step 3 and another one of step 5.
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: list[tuple[str, Path]] = []
+
+    def take(self, when: str) -> Path:
+        path = self.folder.with_name(f"{self.folder.name}-{len(self.made)}-{dist.get_rank()}")
+        seen = None
+        while seen != _files(self.folder):  # nobody may have written in the meantime
+            seen = _files(self.folder)
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(self.folder, path, symlinks=True)
+        self.made.append((when, path))
+        return path
+
+    def before_a_write(self, opened: str) -> None:
+        """As it is, and with the file opened: it is there, and empty."""
+        number = sum("before" in when for when, _ in self.made) + 1
+        self.take(f"killed before file operation {number}")
+        if opened:
+            file = os.path.relpath(opened, self.folder)
+            (self.take(f"killed when {Path(file).name} was just opened") / file).write_bytes(b"")
+
+
+def _files(folder: Path) -> dict[Path, Any]:
+    return {
+        path: (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, list[str], Any]]:
+    """One rank: what a kill would leave, at each operation on a file in a save of step 5.
+
+    From each copy what `load` gives, and what it gives after a save of step 3 and one of step 5.
     """
     model, optimizer = small(answer)
     steps(answer, model, optimizer, 0)
-    answer.save(folder / "run", model, optimizer, 1)
+    copies = Copies(folder / "run-\u00e9")
+    answer.save(copies.folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
     steps(answer, model, optimizer, 1)
-    copies: list[Path] = []
-
-    def copy() -> None:
-        copies.append(folder / f"copy{len(copies)}")
-        shutil.copytree(folder / "run", copies[-1], symlinks=True)
-
-    with before_each_write(folder / "run", copy):
-        answer.save(folder / "run", model, optimizer, 5)
-    copy()  # after the last
+    with before_each_write(copies.folder, copies.before_a_write):
+        answer.save(copies.folder, model, optimizer, 5)
+    copies.take("not killed")
     saved[5] = state(model, optimizer)
     found = []
-    for path in copies:
+    for when, path in copies.made:
         step, values = loaded(answer, path)
         again = None
         if step == 1:
@@ -43,7 +76,7 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[int, list[s
             answer.save(path, model, optimizer, 5)
             step_again, values_again = loaded(answer, path)
             again = step_again, different(values_again, saved[5])
-        found.append((step, different(values, saved.get(step, {})), again))
+        found.append((when, step, different(values, saved.get(step, {})), again))
     return found
 
 
@@ -54,14 +87,8 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, A
     answer.save(folder, model, optimizer, 1)
     saved = state(model, optimizer)
     steps(answer, model, optimizer, 1)
-    raised = ""
     with no_room() if rank == full_on else nullcontext():
-        try:
-            answer.save(folder, model, optimizer, 2)
-        except (NotImplementedError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # CheckpointException of torch is no Exception
-            raised = type(error).__name__
+        raised = _error_of(lambda: answer.save(folder, model, optimizer, 2))
     found: dict[str, Any] = {"raised": raised}
     if not all(_of_all(bool(raised))):
         return found
@@ -73,7 +100,89 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, A
     return found
 
 
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (NotImplementedError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # CheckpointException of torch is no Exception
+        return type(error).__name__
+    return ""
+
+
 def _of_all(flag: bool) -> list[bool]:
     flags: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(flags, flag)
     return flags
+
+
+def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
+    """Saves of steps 1 and 2; and one of step 3, where rank 0 cannot do the last thing of all."""
+    model, optimizer = small(answer)
+    steps(answer, model, optimizer, 0)
+    answer.save(folder, model, optimizer, 1)
+    seen: list[str] = []
+    with before_each_write(folder, seen.append):
+        answer.save(folder, model, optimizer, 2)
+    saved, left = state(model, optimizer), len(seen)
+    steps(answer, model, optimizer, 1)
+
+    def fail(_: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    with before_each_write(folder, fail) if rank == 0 else nullcontext():
+        raised = _error_of(lambda: answer.save(folder, model, optimizer, 3))
+    return {"raised": raised, "saved": {2: saved, 3: state(model, optimizer)}}
+
+
+def one_rank_goes_on(answer: Any, rank: int, folder: Path) -> list[tuple[Any, dict[str, Any]]]:
+    """What `load` gives, and what it gives after the next save, whose state is the third."""
+    before = loaded(answer, folder)
+    model, optimizer = small(answer, seed=9)
+    step = answer.load(folder, model, optimizer)
+    steps(answer, model, optimizer, 2)
+    answer.save(folder, model, optimizer, step + 1)
+    return [before, loaded(answer, folder), (step + 1, state(model, optimizer))]
+
+
+def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> dict[str, Any]:
+    """A save of step 5 in which one rank waits before each operation on a file.
+
+    Copies of the folder: when it has waited, and as soon as the call returns on any rank.
+    """
+    model, optimizer = small(answer)
+    steps(answer, model, optimizer, 0)
+    answer.save(folder, model, optimizer, 1)
+    saved = {1: state(model, optimizer)}
+    steps(answer, model, optimizer, 1)
+    copies = Copies(folder)
+
+    def wait(_: str) -> None:
+        time.sleep(0.1)
+        copies.take(f"while rank {slow} has not written all")
+
+    with before_each_write(folder, wait) if rank == slow else nullcontext():
+        answer.save(folder, model, optimizer, 5)
+    copies.take(f"as soon as save has returned on rank {rank}")
+    saved[5] = state(model, optimizer)
+    return {"saved": saved, "copies": copies.made}
+
+
+def loads_all(answer: Any, rank: int, folders: Sequence[Path]) -> list[tuple[Any, dict[str, Any]]]:
+    return [loaded(answer, folder) for folder in folders]
+
+
+def killed_save_whole(answer: Any, rank: int, folder: Path) -> list[tuple[str, list[str]]]:
+    """One rank: the names in the file if save_whole were killed at an operation on a file."""
+    model, _ = small(answer)
+    copies = Copies(folder / "run-\u00e9")
+    copies.folder.mkdir()
+    path = copies.folder / "whole.pt"
+    torch.save({"from before": torch.ones(3)}, path)
+    with before_each_write(copies.folder, copies.before_a_write):
+        answer.save_whole(path, model)
+    copies.take("not killed")
+    return [(when, sorted(load_file(copy / path.name))) for when, copy in copies.made]

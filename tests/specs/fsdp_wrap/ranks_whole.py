@@ -25,8 +25,8 @@ def save_whole_after(answer: Any, rank: int, path: Path) -> dict[str, Any]:
     """
     model, optimizer = wrapped(answer, MADE)
     steps(answer, model, optimizer, 0)
-    with before_each_write(path.parent, lambda: time.sleep(0.1)):
-        answer.save_whole(path, model)
+    with before_each_write(path.parent, lambda _: time.sleep(0.1)):
+        answer.save_whole(str(path), model)
     try:
         names = list(torch.load(path))
     except Exception as error:
@@ -46,10 +46,13 @@ def save_whole_without_room(answer: Any, rank: int, path: Path) -> str:
     return ""
 
 
-def load_whole_into(answer: Any, rank: int, path: Path) -> dict[str, Tensor]:
-    model, _ = wrapped(answer, {**MADE, "seed": 9})
-    answer.load_whole(path, model)
-    return weights(model)
+def load_whole_into(answer: Any, rank: int, path: Path) -> list[dict[str, Tensor]]:
+    """The weights that were loaded, and those after a step."""
+    model, optimizer = wrapped(answer, {**MADE, "seed": 9})
+    answer.load_whole(str(path), model)
+    loaded = weights(model)
+    steps(answer, model, optimizer, 0)
+    return [loaded, weights(model)]
 
 
 def refuses_files(answer: Any, rank: int, files: Sequence[tuple[Path, str]]) -> None:

@@ -77,11 +77,19 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: list[Batch
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    loss = _backward(model, optimizer, batch)
+    optimizer.step()
+    return loss
+
+
+def _backward(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
     inputs, targets = (tensor.to(device()) for tensor in batch)
     optimizer.zero_grad()
-    loss = mse(model(inputs), targets)
+    output = model(inputs)
+    cause = "what the model returns is left in bfloat16, and a loss of it has 8 bits"
+    check_equal(output.dtype, torch.float32, "dtype of the model's output", cause=cause)
+    loss = mse(output, targets)
     loss.backward()
-    optimizer.step()
     return loss.item()
 
 
@@ -106,7 +114,11 @@ def keeps_values(answer: Any, rank: int, dtype: torch.dtype = torch.float32) -> 
         answer.wrap(model.to(device()).eval(), mesh(), kinds, momentum, dtype=dtype)
         what = f"of the model {name.replace('_', ' ')} after wrap"
         cause = "the values, or their digits, get lost: they are those of the model that is given"
-        check_named(weights(model), want, f"value {what}", cause=cause, rtol=0, atol=0)
+        got = weights(model)
+        check_named(got, want, f"value {what}", cause=cause, rtol=0, atol=0)
+        for key, value in want.items():
+            cause = "dtype is for what is gathered: shards and buffers stay float32"
+            check_equal(got[key].dtype, value.dtype, f"dtype of {key} {what}", cause=cause)
         cause = "requires_grad is what the caller has set"
         check_equal([p.requires_grad for p in model.parameters()], trained, what, cause=cause)
         cause = "train() is called: whether dropout is on is the caller's business"
@@ -115,7 +127,9 @@ def keeps_values(answer: Any, rank: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def evaluates(answer: Any, rank: int, reshard_after_forward: bool) -> None:
-    """Forward passes without a graph, before each step of two and after them."""
+    """Forward passes without a graph, before each step of two, after them, and before the weights
+    move.
+    """
     model, alone = make(drop=0.5).to(device()).eval(), make().to(device())
     own = momentum(alone.parameters())
     optimizer = answer.wrap(
@@ -124,12 +138,17 @@ def evaluates(answer: Any, rank: int, reshard_after_forward: bool) -> None:
     for number in range(STEPS + 1):
         every = batches(number, dist.get_world_size())
         inputs = every[rank][0].to(device())
-        with torch.no_grad():
-            got, want = model(inputs), alone(inputs)
-        cause = "a forward pass that no backward follows sees other weights, or has dropout on"
-        check_close(got, want, f"output in eval mode after {number} steps", cause=cause, rtol=1e-4)
-        _step(model, optimizer, every[rank])
-        _step(alone, own, joined(every))
+        cause = "a forward pass that no backward follows sees other weights, or has dropout on; or "
+        cause += "what one has gathered before a step is still there after it"
+        for when in (f"after {number} steps", f"between backward and step {number + 1}"):
+            with torch.no_grad():
+                got, want = model(inputs), alone(inputs)
+            check_close(got, want, f"output in eval mode {when}", cause=cause, rtol=1e-4)
+            if when.startswith("after"):
+                _backward(model, optimizer, every[rank])
+                _backward(alone, own, joined(every))
+        optimizer.step()
+        own.step()
 
 
 def weigh(answer: Any, rank: int, values: list[float], lr: float, count: int) -> Trained:

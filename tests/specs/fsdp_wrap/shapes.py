@@ -26,6 +26,17 @@ class Outer(nn.Module):
         return self.inner(torch.tanh(self.gate(x))) * self.gain
 
 
+class Deep(Block):
+    """A block of a subclass, around a block that is around one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.outer = Outer(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.outer(x))
+
+
 class Twice(nn.Module):
     """One block that runs twice, and stands in the tree at two places."""
 
@@ -107,47 +118,55 @@ class WeighTwice(nn.Module):
 
 
 class Watched(nn.Module):
-    """A block with integers and flags beside its input, which notes dtypes."""
+    """A block with integers and flags beside its input, which notes dtypes.
+
+    It has no Linear, which would raise where dtypes are mixed.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.weight = nn.Parameter(torch.ones(width))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x: Tensor, places: Tensor, *, mask: Tensor) -> Tensor:
         self.seen = {
             "input of a block": x.dtype,
-            "weight in a block": self.linear.weight.dtype,
+            "weight in a block": self.weight.dtype,
             "integers": places.dtype,
             "flags": mask.dtype,
         }
-        return x + torch.relu(self.linear(x)) * mask
+        return x + torch.relu(x * self.weight) * mask
 
 
 class WatchedModel(nn.Module):
-    """Two watched blocks; it notes what the first one returns, and what it computes itself."""
+    """Two watched blocks; it notes what the first one returns, and what it computes itself.
+
+    What the second one gets is float32: a buffer is, and has made it so.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("table", torch.ones(FEATURES))
         self.first, self.second = Watched(FEATURES), Watched(FEATURES)
-        self.gain = nn.Parameter(torch.ones(FEATURES))  # no Linear: that would not mix dtypes
+        self.gain = nn.Parameter(torch.ones(FEATURES))
         self.seen: dict[str, torch.dtype] = {}
 
-    def forward(self, inputs: Tensor, places: Tensor, mask: Tensor) -> Tensor:
-        x = self.first(inputs, places, mask=mask)
-        y = self.second(x, places, mask=mask)
+    def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Tensor]) -> Any:
+        x = self.first(inputs, places, mask=more["mask"])
+        y = self.second(x * self.table, places, mask=more["mask"])
         out = y * self.gain
         self.seen = {
             "what a block returns": x.dtype,
             "weight in the root": self.gain.dtype,
             "what the root computes": out.dtype,
+            "keywords of the model": more["shift"].dtype,
         }
-        return out
+        return {"out": (out, out + more["shift"]), "places": places}
 
 
 def nested() -> Shape:
     torch.manual_seed(4)
-    layers = [Outer(9), Block(9), Outer(9)]
+    layers = [Outer(9), Block(9), Deep(9)]
     return nn.Sequential(nn.Linear(FEATURES, 9), *layers, nn.Linear(9, OUTPUTS)), (Block, Outer)
 
 

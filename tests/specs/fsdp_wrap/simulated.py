@@ -12,6 +12,7 @@ from torch import nn
 
 from kit.account import Account, account
 from kit.collectives import Collective, collectives
+from kit.ruler import bytes_of, measure
 from kit.simulated import simulated_world
 from kit.verdict import check
 from specs.fsdp_wrap.models import (
@@ -66,9 +67,12 @@ def books(
     rank: int = 0,
     shape: Callable[[], Shape] = wide,
     samples: int = SAMPLES,
+    forward_only: bool = False,
     **options: Any,
 ) -> Books:
-    """A step of `rank` of `ranks`; measured once for all specs that look at it."""
+    """A step of `rank` of `ranks`, or a forward under no_grad after one; measured once for all
+    specs that look at it.
+    """
     with simulated_world(ranks, device, rank=rank) as mesh:
         model, kinds = shape()
         model.to(device)
@@ -80,13 +84,59 @@ def books(
             mse(model(inputs), targets).backward()
             optimizer.step()
 
+        @torch.no_grad()
+        def look() -> None:
+            model(inputs)
+
         step()
         optimizer.zero_grad()
         with collectives() as calls:
             memory = account(
-                step, device, model=model, optimizer=optimizer, known=[inputs, targets]
+                look if forward_only else step,
+                device,
+                model=model,
+                optimizer=optimizer,
+                known=[inputs, targets],
             )
         return Books(memory, Counter(calls))
+
+
+def left_by_wrap(answer: Any, device: torch.device) -> int:
+    """Bytes of `wide` that are alive when rank 0 of 8 has wrapped it."""
+    held: list[Any] = []
+    with simulated_world(8, device) as mesh:
+        model, kinds = wide()
+        model.to(device)
+        before = bytes_of(model)
+        wrap = functools.partial(answer.wrap, model, mesh, kinds, adamw)
+        return before + measure(lambda: held.append(wrap()), device, known=[model]).retained
+
+
+def gathered_at_runs(answer: Any, device: torch.device) -> list[int]:
+    """Of a step of `wide`: how many blocks have been gathered so far, each time that one runs,
+    forward or backward.
+    """
+    seen: list[int] = []
+    with simulated_world(8, device) as mesh, collectives() as calls:
+        model, kinds = wide()
+        size = _parts(units(model)[0], 8)
+        answer.wrap(model.to(device), mesh, kinds, adamw)
+
+        def note(*_: Any) -> None:
+            gathers = [call for call in calls if call.kind == "all_gather"]
+            seen.append(sum(call.numel == size for call in gathers))
+
+        def note_both(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            note()
+            if output.requires_grad:
+                output.register_hook(note)
+
+        for block in model.blocks:
+            block.drop.register_forward_hook(note_both)
+        (batch,) = data([SAMPLES], seed=0)
+        inputs, targets = (tensor.to(device) for tensor in batch)
+        mse(model(inputs), targets).backward()
+    return seen
 
 
 def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kit.verdict import check, check_bar, check_close
+from kit.verdict import check, check_bar, check_close, check_equal
 from specs.fsdp_wrap import ranks_wrap
 from specs.fsdp_wrap.models import Trained, check_named, shard_bytes, units, weights, whole_bytes
 from specs.fsdp_wrap.shapes import SHAPES, nested
 from specs.fsdp_wrap.simulated import (
+    WIDE_BLOCKS,
     activations_of_tall,
     books,
     check_calls,
+    gathered_at_runs,
     planned,
     state_bytes,
     tall,
@@ -71,6 +73,20 @@ class TestPart1Wrap:
             what="a step with reshard_after_forward=False",
         )
 
+    @pytest.mark.exact
+    def test_no_more_than_one_block_is_gathered_ahead(self, answer, device):
+        """At the k-th run of a block, forward or backward, k have been gathered, or k + 1."""
+        seen = gathered_at_runs(answer, device)
+        cause = "blocks run once more in backward, which nobody has asked for here"
+        check_equal(len(seen), 2 * WIDE_BLOCKS, "runs, forward and backward", cause=cause)
+        ahead = [count - run for run, count in enumerate(seen, 1)]
+        check(
+            max(ahead) <= 1,
+            expected="0 or 1 other block gathered, and not given back, whenever a block runs",
+            got=f"at the runs of a step {ahead}",
+            cause="more than the next block is on its way: three are held at a time",
+        )
+
     @pytest.mark.saves
     @pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0), (1024, 0)])
     def test_a_rank_holds_its_part_of_weights_gradients_and_state(
@@ -84,20 +100,30 @@ class TestPart1Wrap:
             books(module, device, ranks, rank).memory.after for module in (answer, reference)
         )
         rows = "1 / N of the rows of each parameter, rounded up"
-        for kind, times, scalars, formula in (
-            ("shards", 1, 1, f"{rows} + a buffer"),
-            ("gradients", 1, 0, rows),
-            ("optimizer state", 2, len(plain), f"2 x ({rows}) + scalars"),
-        ):
-            check_bar(
-                f"{kind} on rank {rank} of {ranks}",
-                yours[kind],
-                times * shard_bytes(plain, ranks) + 512 * scalars,
-                plain=times * shard_bytes(plain, 1) + 512 * scalars,
-                reference=theirs[kind],
-                formula=formula,
-                cause="some parameters are not sharded: those of the root, or frozen ones",
+        cause = "some parameters are not sharded: those of the root, or frozen ones"
+        kinds = {
+            "shards": (1, 1, f"{rows} + a buffer"),
+            "gradients": (1, 0, rows),
+            "optimizer state": (2, len(plain), f"2 x ({rows}) + scalars"),
+        }
+        for kind, (times, scalars, formula) in kinds.items():
+            limit = times * shard_bytes(plain, ranks) + 512 * scalars
+            check(
+                yours[kind] <= limit,
+                expected=f"{kind} on rank {rank} of {ranks} of at most {limit} bytes ({formula})",
+                got=yours[kind],
+                cause=cause,
             )
+        scalars = 512 * (len(plain) + 1)
+        check_bar(
+            f"weights, gradients and Adam's state on rank {rank} of {ranks}",
+            sum(yours[kind] for kind in kinds),
+            4 * shard_bytes(plain, ranks) + scalars,
+            plain=4 * shard_bytes(plain, 1) + scalars,
+            reference=sum(theirs[kind] for kind in kinds),
+            formula=f"4 x ({rows}) + scalars",
+            cause=cause,
+        )
 
     @pytest.mark.saves
     def test_frozen_parameters_are_sharded_too(self, answer, reference, device):

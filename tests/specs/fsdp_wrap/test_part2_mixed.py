@@ -13,8 +13,15 @@ from kit.verdict import check, check_bar, check_close, check_equal
 from specs.fsdp_wrap import ranks_wrap
 from specs.fsdp_wrap.models import Block, adamw, make, units, weights
 from specs.fsdp_wrap.refused import check_refused
-from specs.fsdp_wrap.shapes import SHAPES, Watched, WatchedModel
-from specs.fsdp_wrap.simulated import activations_of_wide, books, check_calls, planned, wide
+from specs.fsdp_wrap.shapes import SHAPES, Watched, WatchedModel, frozen, nested
+from specs.fsdp_wrap.simulated import (
+    activations_of_wide,
+    books,
+    check_calls,
+    planned,
+    tall,
+    wide,
+)
 
 BF16 = torch.bfloat16
 SAMPLES = 128  # so that activations are many times the 512 bytes that storages are rounded to
@@ -28,21 +35,27 @@ class TestPart2Mixed:
     @pytest.mark.works
     @pytest.mark.parametrize("given", [torch.float32, torch.float64], ids=["fp32", "fp64"])
     def test_units_compute_in_bfloat16_and_the_model_returns_float32(self, answer, device, given):
-        """Integers above 256, as places are, have no value of their own in bfloat16."""
+        """Integers above 256, as places are, have no value of their own in bfloat16. The second
+        block gets what a float32 buffer has been multiplied into.
+        """
         with simulated_world(8, device) as mesh:
             model = WatchedModel().to(device)
             answer.wrap(model, mesh, Watched, adamw, dtype=BF16)
             places = torch.tensor([[300], [301]], device=device)
-            out = model(torch.ones(2, 5, dtype=given, device=device), places, places > 300)
-            seen = {**model.first.seen, **model.second.seen, **model.seen}
-        want = dict.fromkeys(seen, BF16) | {"integers": torch.int64, "flags": torch.bool}
-        for what, dtype in want.items():
-            check_equal(seen[what], dtype, f"dtype of {what}", cause=CAUSES[what])
+            inputs = torch.ones(2, 5, dtype=given, device=device)
+            got = model(inputs, places, more={"mask": places > 300, "shift": inputs / 2})
+            seen = [*model.first.seen.items(), *model.second.seen.items(), *model.seen.items()]
+        kept = {"integers": torch.int64, "flags": torch.bool}
+        for what, dtype in seen:
+            check_equal(dtype, kept.get(what, BF16), f"dtype of {what}", cause=CAUSES[what])
         cause = "what the model returns is left in bfloat16, and a loss of it has 8 bits"
-        check_equal(out.dtype, torch.float32, "dtype of the model's output", cause=cause)
+        for out in got["out"]:
+            check_equal(out.dtype, torch.float32, "dtype of the model's output", cause=cause)
+        cause = "everything is cast, and not only what is floating"
+        check_equal(got["places"].dtype, torch.int64, "dtype of returned integers", cause=cause)
 
     @pytest.mark.exact
-    @pytest.mark.parametrize("shape", ["odd_sizes", "frozen", "nested"])
+    @pytest.mark.parametrize("shape", ["odd_sizes", "frozen", "nested", "only_blocks"])
     def test_trains_nearly_as_in_float32(self, answer, world, shape):
         """bfloat16 has 8 bits: 1 / 256 in each number, of which some 3 % come together here."""
         got = world.run(answer, ranks_wrap.train, shape, BF16)
@@ -65,13 +78,25 @@ class TestPart2Mixed:
         check_close(Tensor(losses), Tensor(want.losses), "losses", cause=cause, rtol=0.02)
 
     @pytest.mark.exact
-    @pytest.mark.parametrize("ranks", [8, 64])
-    def test_gathers_bfloat16_and_reduces_float32(self, answer, device, ranks):
+    @pytest.mark.parametrize(
+        ("ranks", "shape"),
+        [(8, wide), (64, wide), (8, nested), (8, frozen)],
+        ids=["8", "64", "nested", "frozen"],
+    )
+    def test_gathers_bfloat16_and_reduces_float32(self, answer, device, ranks, shape):
         """As many calls as in float32; what is gathered has half the bytes."""
         check_calls(
-            books(answer, device, ranks, dtype=BF16).calls,
-            planned(wide, ranks, dtype=BF16),
+            books(answer, device, ranks, shape=shape, dtype=BF16).calls,
+            planned(shape, ranks, dtype=BF16),
             what=f"a step in bfloat16 on {ranks} ranks",
+        )
+
+    @pytest.mark.exact
+    def test_blocks_that_stay_are_gathered_once_in_bfloat16_too(self, answer, device):
+        check_calls(
+            books(answer, device, 8, shape=tall, dtype=BF16, reshard_after_forward=False).calls,
+            planned(tall, 8, gathers=1, dtype=BF16),
+            what="a step in bfloat16 with reshard_after_forward=False",
         )
 
     @pytest.mark.exact
@@ -171,8 +196,10 @@ class TestPart2Mixed:
 
 
 CAUSES = {
-    "input of a block": "inputs reach a unit as they come, instead of being cast",
+    "input of a block": "inputs reach a unit as they come, instead of being cast; a block's may be "
+    "float32 where the root has computed with a buffer",
     "weight in a block": "parameters are gathered in float32",
+    "keywords of the model": "only positional inputs are cast, or only those outside of a dict",
     "integers": "everything is cast, and not only what is floating",
     "flags": "everything is cast, and not only what is floating",
     "what a block returns": "a block's output is cast back, and the next block casts it again",

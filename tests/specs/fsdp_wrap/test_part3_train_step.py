@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 import pytest
 import torch
 from torch import Tensor
 
 from kit.verdict import check, check_close, check_equal, fail
-from specs.fsdp_wrap import ranks_step
-from specs.fsdp_wrap.models import Trained, check_named, gradients, make, mse, train_alone
+from specs.fsdp_wrap import ranks_inputs, ranks_step
+from specs.fsdp_wrap.models import (
+    Trained,
+    check_named,
+    gradients,
+    in_groups,
+    make,
+    mse,
+    train_alone,
+)
 from specs.fsdp_wrap.ranks_step import Plan, batches, of_all
 
 # Unequal samples over ranks, and over the micro-batches of a rank.
 PLANS: dict[int, Plan] = {
     1: [[3, 2, 4]],
     2: [[3, 2, 4], [1, 1, 6]],
-    4: [[3, 2, 4], [1, 1, 6], [2, 5, 2], [5, 1, 1]],
+    4: [[3], [1], [2], [5]],  # one each: the first is the last
 }
 PLAN = PLANS[2]
 SIZES_AND_SYNCS = pytest.mark.parametrize(
@@ -51,6 +60,18 @@ class TestPart3TrainStep:
         for rank, result in enumerate(got):
             _check_trained(result, want, rank)
 
+    @pytest.mark.works
+    def test_a_sample_counts_once_however_large_it_is(self, answer, world):
+        """Tokens: the lengths differ, 2 and 7 on rank 0, 5 and 1 on rank 1."""
+        model, every = ranks_inputs.reader(), [b for r in (0, 1) for b in ranks_inputs.texts(r)]
+        shares = [len(inputs) * mse(model(inputs), targets) for inputs, targets in every]
+        loss = torch.stack(shares).sum() / sum(len(inputs) for inputs, _ in every)
+        loss.backward()
+        for rank, got in enumerate(world.run(answer, ranks_inputs.reads)):
+            cause = "tokens are counted, and not samples"
+            check_close(got.losses[0], loss, f"loss on rank {rank}", cause=cause, rtol=1e-4)
+            check_named(got.gradients, gradients(model), "gradient of the step", cause=cause)
+
     @pytest.mark.exact
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_returns_plain_float32_scalars_the_same_on_every_rank(self, answer, world, dtype):
@@ -68,12 +89,12 @@ class TestPart3TrainStep:
         )
 
     @pytest.mark.exact
-    @pytest.mark.parametrize("limit", ["binds", "does_not_bind"])
+    @pytest.mark.parametrize("limit", ["binds", "does_not_bind", "is_infinite"])
     def test_clips_to_the_norm_of_the_whole_model(self, answer, world, limit):
         """The norm of all gradients is sqrt(sum over ranks of the squares of their shards)."""
         steps = [of_all(PLAN, 0)]
         norm = train_alone(make(), steps).norms[0]
-        max_norm = norm / 3 if limit == "binds" else 3 * norm
+        max_norm = {"binds": norm / 3, "does_not_bind": 3 * norm, "is_infinite": inf}[limit]
         want = train_alone(make(), steps, max_norm=max_norm)
         for rank, got in enumerate(
             world.run(answer, ranks_step.train, PLAN, 1, None, None, {"max_norm": max_norm})
@@ -137,26 +158,40 @@ class TestPart3TrainStep:
                 check_equal(mine["gradients"][name], gradient, what, cause=cause)
 
     @pytest.mark.exact
+    @pytest.mark.parametrize("shape", ["keywords_and_tuples", "frozen_beginning"])
+    def test_checkpoints_whatever_a_block_takes_and_returns(self, answer, world, shape):
+        """Keywords, dicts and tuples; inputs that require no gradient. To the bit."""
+        for rank, (want, got) in enumerate(world.run(answer, ranks_inputs.recomputed, PLAN, shape)):
+            for name, gradient in want.items():
+                cause = "a reentrant checkpoint, or one for a block of one input"
+                what = f"gradient of {name} on rank {rank}"
+                check_equal(got[name], gradient, what, cause=cause)
+
+    @pytest.mark.exact
     def test_all_options_at_once_train_as_one_process(self, answer, world):
-        """Checkpointing, kept parameters, accumulation and clipping; three steps."""
+        """Checkpointing, kept parameters, accumulation, clipping, two groups of parameters."""
         steps = [of_all(PLAN, step) for step in range(3)]
-        max_norm = 0.5 * min(train_alone(make(), steps).norms)
-        wrap = {"checkpoint": True, "reshard_after_forward": False}
+        max_norm = 0.5 * min(train_alone(make(), steps, in_groups).norms)
+        wrap = {"checkpoint": True, "reshard_after_forward": False, "make_optimizer": in_groups}
         got = world.run(answer, ranks_step.train, PLAN, 3, None, wrap, {"max_norm": max_norm})
-        want = train_alone(make(), steps, max_norm=max_norm)
+        want = train_alone(make(), steps, in_groups, max_norm)
+        cause = (
+            "options exclude each other, or it is for one group of the optimizer's parameters only"
+        )
         for rank, result in enumerate(got):
-            _check_trained(result, want, rank)
+            _check_trained(result, want, rank, cause)
 
 
 _BFLOAT16 = {"dtype": torch.bfloat16}
 
 
-def _check_trained(got: Trained, want: Trained, rank: int) -> None:
+def _check_trained(got: Trained, want: Trained, rank: int, likely: str = "") -> None:
     __tracebackhide__ = True
     _joined(
         {name: got.gradients.get(name) for name, true in want.gradients.items() if true is not None}
     )
     cause = "a sample does not count once in every step, or what is returned is of this rank only"
+    cause = likely or cause
     for name, mine, true in (
         ("losses", got.losses, want.losses),
         ("norms", got.norms, want.norms),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kit.verdict import check, check_close
-from specs.fsdp_wrap import ranks_step
+from specs.fsdp_wrap import ranks_inputs, ranks_step
 from specs.fsdp_wrap.models import Batch, check_named, gradients, joined, make, mse, train_alone
 from specs.fsdp_wrap.ranks_step import AFTER, GOOD, Plan, batches, of_all
 
@@ -17,6 +17,7 @@ BAD = {
     "no_micro_batch": lambda window: [],
     "one_too_few": lambda window: window[:-1],
     "more_inputs_than_targets": lambda window: [*window[:-1], (window[-1][0], window[-1][1][1:])],
+    "more_targets_than_inputs": lambda window: [(window[0][0][1:], window[0][1]), *window[1:]],
     "an_empty_one": lambda window: [*window[:-1], (window[-1][0][:0], window[-1][1][:0])],
 }
 
@@ -62,6 +63,15 @@ class TestPart3TrainStep:
         _check_plain(got, "synchronisation stays off where loss_fn raises")
 
     @pytest.mark.survives
+    def test_a_step_is_right_after_an_error_with_all_gathered(self, answer, world):
+        """reshard_after_forward=False, and no backward has given the model back."""
+        want = train_alone(make(), [of_all(PLAN, 0)])
+        for got in world.run(answer, ranks_inputs.step_after_an_error, PLAN):
+            cause = "something of the step in which loss_fn has raised is left"
+            check_close(got.norms[0], want.norms[0], "norm", cause=cause, rtol=1e-4)
+            check_named(got.gradients, want.gradients, "gradient of the step", cause=cause)
+
+    @pytest.mark.survives
     @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_counts_the_ranks_that_share_the_model(self, answer, world):
         """Of four ranks 0 and 1 have one model, 2 and 3 have another: meshes of two."""
@@ -84,6 +94,11 @@ class TestPart3TrainStep:
         mentions = [[str(len(window))] for window in windows]
         when = f"on every rank, where rank {bad_rank} has {kind.replace('_', ' ')}"
         world.run(answer, ranks_step.refused, windows, mentions, when)
+
+    @pytest.mark.survives
+    def test_a_step_without_any_micro_batch_is_refused(self, answer, world):
+        """Every rank has as many as the others: none."""
+        world.run(answer, ranks_step.refused, [[], []], [["0"], ["0"]], "where no rank has any")
 
     @pytest.mark.survives
     def test_trains_on_after_a_refused_step(self, answer, world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 
 import pytest
 
@@ -56,25 +57,25 @@ class TestPart4Build:
         parameters = list(_model(blocks=2).parameters())
         largest = max(whole_bytes([p], 2) for p in parameters)
         yours, theirs = (
-            world.run(module, ranks_checkpoint.peaks, tmp_path / name, WIDTH, 2)[1]
+            world.run(module, ranks_checkpoint.peaks, tmp_path / name, WIDTH, 2)
             for name, module in (("yours", answer), ("theirs", reference))
         )
-        for call in ("save", "load"):
+        for call, rank in product(("save", "load"), range(2)):
             check_bar(
-                f"{call}, above the baseline on rank 1 of 2",
-                yours[call],
+                f"{call}, above the baseline on rank {rank} of 2",
+                yours[rank][call],
                 3 * shard_bytes(parameters, 2) + 2 * largest,
                 plain=3 * shard_bytes(parameters, 1),
-                reference=theirs[call],
+                reference=theirs[rank][call],
                 formula="its weights and moments + two whole parameters; plain is the whole model",
                 cause="a rank gathers, or reads, what belongs to other ranks",
             )
         check_bar(
             "save_whole, above the baseline on rank 1 of 2",
-            yours["save_whole"],
+            yours[1]["save_whole"],
             3 * largest,
             plain=shard_bytes(parameters, 1),
-            reference=theirs["save_whole"],
+            reference=theirs[1]["save_whole"],
             formula="3 x the largest parameter; plain is the whole model",
             cause="every rank gathers the whole model for itself",
         )

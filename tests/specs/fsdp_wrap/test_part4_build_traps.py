@@ -28,19 +28,18 @@ class TestPart4Build:
     @pytest.mark.survives
     @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_rank"])
     def test_a_killed_save_leaves_the_checkpoint_before(self, answer, world, tmp_path):
-        """Killed before each file operation of a save of step 5, after a checkpoint of step 1.
+        """Killed at each file operation of a save of step 5, after a checkpoint of step 1.
 
         Whatever is left behind, a later save may have step 3 as well, and then one step 5.
         """
         (found,) = world.run(answer, ranks_interrupted.killed_saves, tmp_path)
         check(
-            found[-1][0] == 5 and len(found) > 1,
+            found[-1][1] == 5 and len(found) > 1,
             expected="step 5 after a save that was not killed",
-            got=f"step {found[-1][0]}, and {len(found) - 1} operations on files were seen",
+            got=f"step {found[-1][1]}, and {len(found) - 1} operations on files were seen",
             cause="the newest checkpoint is not the one that is loaded",
         )
-        for number, (step, different, again) in enumerate(found):
-            where = f"killed at file operation {number + 1} of {len(found) - 1}"
+        for where, step, different, again in found:
             cause = "a checkpoint counts before it is complete, or it is written over the old one"
             check(step in (1, 5), expected=f"step 1 or step 5, {where}", got=step, cause=cause)
             check_equal(different, [], f"what differs from step {step}, {where}", cause=cause)
@@ -65,6 +64,51 @@ class TestPart4Build:
             check_equal(got["before"], (1, []), "step loaded, and what differs", cause=cause)
             cause = "what is left of a save that failed is in the way of the next one"
             check_equal(got["after"], (2, []), "step loaded, and what differs", cause=cause)
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize("slow", [0, 1])
+    def test_a_checkpoint_counts_when_every_rank_has_written(self, answer, worlds, tmp_path, slow):
+        """One of two ranks is slow. Whatever there is at any time, one rank can load.
+
+        And where save has returned, on any rank, it is the new one.
+        """
+        found = worlds(2).run(answer, ranks_interrupted.slow_save, tmp_path / "run", slow)
+        saved, copies = found[0]["saved"], [copy for got in found for copy in got["copies"]]
+        paths = [path for _, path in copies]
+        (results,) = worlds(1).run(answer, ranks_interrupted.loads_all, paths)
+        for (when, _), (step, values) in zip(copies, results, strict=True):
+            steps = (5,) if "returned" in when else (1, 5)
+            check(
+                step in steps,
+                expected=f"step {' or '.join(map(str, steps))}, {when}",
+                got=step,
+                cause="a rank does not wait until all the others have written",
+            )
+            cause = "a checkpoint counts before every rank has written"
+            off = ranks_checkpoint.different(values, saved[step])
+            check_equal(off, [], f"what differs from step {step}, {when}", cause=cause)
+
+    @pytest.mark.survives
+    def test_a_save_that_fails_at_its_end_is_no_checkpoint(self, answer, worlds, tmp_path):
+        """Both ranks have written, and rank 0 cannot do the last thing; one rank goes on."""
+        folder = tmp_path / "run"
+        zero, one = worlds(2).run(answer, ranks_interrupted.fails_at_the_end, folder)
+        check(
+            bool(zero["raised"]) == bool(one["raised"]),
+            expected="an error on every rank or on none",
+            got=f"{zero['raised'] or 'none'} on rank 0, {one['raised'] or 'none'} on rank 1",
+            cause="the ranks do not tell each other how the last operation has ended",
+        )
+        (results,) = worlds(1).run(answer, ranks_interrupted.one_rank_goes_on, folder)
+        (step, values), (again, values_again), (last, state) = results
+        cause = "what could not be finished counts, or what was before is spoiled"
+        check_equal(step, 2 if zero["raised"] else 3, "step loaded afterwards", cause=cause)
+        off = ranks_checkpoint.different(values, zero["saved"][step])
+        check_equal(off, [], f"what differs from step {step}", cause=cause)
+        cause = "what more ranks have left of a save that failed gets into a later one"
+        check_equal(again, last, "step loaded after the next save", cause=cause)
+        off = ranks_checkpoint.different(values_again, state)
+        check_equal(off, [], f"what differs from step {last}", cause=cause)
 
     @pytest.mark.survives
     def test_refuses_a_step_that_is_not_above_the_newest(self, answer, world, tmp_path):
@@ -97,6 +141,23 @@ class TestPart4Build:
         _check_raised(world.run(answer, ranks_whole.save_whole_without_room, path), cause)
         before = load_file(path)
         check_equal(list(before), ["weight"], "names in the file from before", cause=cause)
+
+    @pytest.mark.survives
+    @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_rank"])
+    def test_the_file_from_before_stays_until_the_new_one_is_complete(
+        self, answer, world, tmp_path
+    ):
+        """Killed at each file operation of save_whole."""
+        (found,) = world.run(answer, ranks_interrupted.killed_save_whole, tmp_path)
+        new = sorted(make(**SMALL).state_dict())
+        check_equal(found[-1][1], new, "names in the file", cause="it is not the model's")
+        for when, names in found:
+            check(
+                names in (["from before"], new),
+                expected=f"names of the file from before, or those of the model, {when}",
+                got=names,
+                cause="the file is written in place, or taken away before the new one is there",
+            )
 
     @pytest.mark.survives
     def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):

@@ -14,18 +14,23 @@ from typing import Any
 _WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 
 
+# Is called with the path of a file that is about to be opened and empty, else with "".
+Before = Callable[[str], object]
+
+
 class _Watch:
     """Calls `before` at each operation on files under `folder` that changes something."""
 
     def __init__(self) -> None:
-        self.folder, self.before = "", lambda: None
+        self.folder = ""
+        self.before: Before = lambda opened: None
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.folder or not self._writes(event, args):
             return
         folder, self.folder = self.folder, ""  # what `before` does is not looked at
         try:
-            self.before()
+            self.before(_emptied(args) if event == "open" else "")
         finally:
             self.folder = folder
 
@@ -44,6 +49,12 @@ class _Watch:
         return os.fsdecode(path).startswith(self.folder)
 
 
+def _emptied(args: tuple[Any, ...]) -> str:
+    path, mode, flags = args
+    new = "w" in (mode or "") or (flags or 0) & os.O_TRUNC or not os.path.exists(path)
+    return os.fsdecode(path) if new else ""
+
+
 @functools.cache  # it is for good
 def _watch() -> _Watch:
     watch = _Watch()
@@ -52,7 +63,8 @@ def _watch() -> _Watch:
 
 
 @contextmanager
-def before_each_write(folder: Path, call: Callable[[], None]) -> Iterator[None]:
+def before_each_write(folder: Path, call: Before) -> Iterator[None]:
+    """What torch.save writes is seen where the path is not ASCII: Python opens the file then."""
     watch = _watch()
     watch.folder, watch.before = str(folder), call
     try:
