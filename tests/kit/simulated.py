@@ -36,7 +36,7 @@ def simulated_world(
     below 1 and a rank that is not one of them, and RuntimeError in a process that has a group.
     """
     with _world(size, torch.device(device), rank) as mesh:
-        _forget_shardings(None)
+        _take_shardings(torch.device(device).type, size, rank)
         yield mesh
 
 
@@ -50,7 +50,7 @@ def dry_run(size: int, *, rank: int = 0) -> Iterator[DeviceMesh]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with _world(size, torch.device("cpu"), rank) as mesh:  # the mesh is made of real tensors
-        _forget_shardings((size, rank))
+        _take_shardings("dry", size, rank)
         with _short_cuts(), FakeTensorMode():
             yield mesh
 
@@ -76,23 +76,24 @@ def _world(size: int, device: torch.device, rank: int) -> Iterator[DeviceMesh]:
             dist.destroy_process_group()
 
 
-_last_dry_run: tuple[int, int] | None = None
+_caches: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def _forget_shardings(dry_run: tuple[int, int] | None) -> None:
-    """Empty DTensor's cache: it holds meshes of an earlier world, and they equal this one's.
+def _take_shardings(*world: Any) -> None:
+    """Give DTensor the cache of an earlier world like this one, or an empty one.
 
-    They say which rank this was then, and with it how large its shards are. A dry run like the last
-    one keeps them: it takes seconds to find the shardings of a large optimizer.
+    It holds meshes, which say what the rank was and with it how large its shards are; and meshes of
+    other ranks are equal. To find all shardings anew takes seconds with a large optimizer.
     """
-    global _last_dry_run
     from torch.distributed.tensor import DTensor
 
-    if dry_run is None or dry_run != _last_dry_run:
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-        # a second cache, in C++, is younger than torch 2.6
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
-    _last_dry_run = dry_run
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    cached: Any = propagator.propagate_op_sharding
+    if world not in _caches:
+        _caches[world] = functools.lru_cache(None)(propagator.propagate_op_sharding_non_cached)
+    cached.cache = _caches[world]
+    # a second cache, in C++, is younger than torch 2.6
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def _summing(all_reduce: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,21 @@ OWN = "        own = set(_own_parameters(unit, block_types))\n"
 WRAP: list[Wrong] = [
     # Part 1
     Wrong(
+        name="returns_the_model",
+        belief="What wraps a model returns the wrapped model.",
+        caught_by="test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it",
+        says="the optimizer that make_optimizer has made",
+        edits=(
+            (
+                TAIL_OF_WRAP,
+                TAIL_OF_WRAP.replace(
+                    "    return make_optimizer(model.parameters())\n",
+                    "    make_optimizer(model.parameters())\n    return model\n",
+                ),
+            ),
+        ),
+    ),
+    Wrong(
         name="optimizer_first",
         belief="A module is sharded in place, so its parameters are still the same objects.",
         caught_by="test_trains_as_one_process_with_the_data_of_all_ranks[2_ranks]",
@@ -771,6 +786,18 @@ SAVE_CALL = """    dcp.save(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
     )
 """
+SET_STATE = (
+    "    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)\n"
+)
+POINT = """    if dist.get_rank() == 0:
+        (Path(folder) / "latest").write_text(str(step))
+"""
+BY_NAME = """    done = [path.parent for path in Path(folder).glob("*/.metadata")]
+    return max(done, key=lambda path: int(path.name), default=None)
+"""
+BY_POINTER = """    latest = Path(folder) / "latest"
+    return Path(folder) / latest.read_text() if latest.exists() else None
+"""
 SAME_IN_LOAD = """    _check_same_shapes(
         newest, there, {f"model.{n}": w.shape for n, w in model.state_dict().items()}
     )
@@ -1431,6 +1458,7 @@ STEP_AND_BUILD: list[Wrong] = [
         edits=(
             (SHARD_BUILT, "    optimizer = make_optimizer(model.parameters())\n" + SHARD_BUILT),
             ("return model, make_optimizer(model.parameters())", "return model, optimizer"),
+            (MESH, "    mesh = next(p.device_mesh for p in model.parameters())\n"),
         ),
     ),
     Wrong(
@@ -1498,6 +1526,47 @@ STEP_AND_BUILD: list[Wrong] = [
         says="the input is not checked before it is used",
         edits=((SHARD_BUILT, "    _shard" + SHARD_BUILT.split("    _shard")[1]),),
     ),
+    Wrong(
+        name="nothing_to_set_nothing_to_do",
+        belief="init need not be called for a module without values.",
+        caught_by="test_has_the_values_of_one_process[2_ranks-plain]",
+        says="init runs in another order",
+        edits=(
+            (
+                "        _initialise(module, init)\n",
+                "        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:\n"
+                "            _initialise(module, init)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="one_name_a_parameter",
+        belief="Tied parameters are in different modules.",
+        caught_by="test_has_the_values_of_one_process[2_ranks-blocks_in_blocks]",
+        says="or on shards",
+        edits=(("recurse=False, remove_duplicate=False)", "recurse=False)"),),
+    ),
+    Wrong(
+        name="evaluates_what_it_has_built",
+        belief="Who trains calls train().",
+        caught_by="test_has_the_values_of_one_process[1_rank-blocks_in_blocks]",
+        says="train mode",
+        edits=((TO_EMPTY, TO_EMPTY + "    model.eval()\n"),),
+    ),
+    Wrong(
+        name="draws_in_bfloat16",
+        belief="A bfloat16 model is made in bfloat16.",
+        caught_by="test_takes_the_options_of_wrap",
+        says="'other values': ['embed.weight'",
+        edits=(
+            (
+                TO_EMPTY
+                + "    for module in model.modules():\n        _initialise(module, init)\n",
+                TO_EMPTY + "    for module in model.modules():\n        _initialise(module, init)\n"
+                "    with torch.no_grad():\n        for p in model.parameters():\n            p.copy_(p.to(dtype))\n",
+            ),
+        ),
+    ),
     # Part 4: checkpoints
     Wrong(
         name="saves_the_weights_only",
@@ -1550,12 +1619,65 @@ STEP_AND_BUILD: list[Wrong] = [
         name="keeps_the_newest_only",
         belief="An old checkpoint is of no use.",
         caught_by="test_an_older_checkpoint_stays",
-        says="is written over the first",
+        says="a checkpoint is written over one from before, or takes it away",
         edits=(
             (
                 SAVE_CALL,
                 SAVE_CALL + "    if newest is not None and dist.get_rank() == 0:\n"
                 "        import shutil\n\n        shutil.rmtree(newest)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="keeps_two",
+        belief="The one before the newest is enough.",
+        caught_by="test_an_older_checkpoint_stays",
+        says="or takes it away",
+        edits=(
+            (
+                SAVE_CALL,
+                SAVE_CALL + "    if dist.get_rank() == 0:\n"
+                "        import shutil\n\n"
+                "        steps = sorted(int(path.name) for path in Path(folder).iterdir())\n"
+                "        for old in steps[:-2]:\n"
+                "            shutil.rmtree(Path(folder) / str(old))\n"
+                "    dist.barrier()\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="folders_are_paths",
+        belief="A path is a Path.",
+        caught_by="test_goes_on_as_if_it_had_not_been_interrupted[2_ranks_to_2_built]",
+        says="unsupported operand type",
+        edits=(("checkpoint_id=Path(folder) / str(step)", "checkpoint_id=folder / str(step)"),),
+        raises=TypeError,
+    ),
+    Wrong(
+        name="settings_of_the_first_group",
+        belief="An optimizer has one learning rate.",
+        caught_by="test_goes_on_as_if_it_had_not_been_interrupted[2_ranks_to_4]",
+        says="lr of group 1",
+        edits=(
+            (
+                SET_STATE,
+                "    rates = [group['lr'] for group in optimizer.param_groups]\n"
+                + SET_STATE
+                + "    for group, rate in list(zip(optimizer.param_groups, rates))[1:]:\n"
+                "        group['lr'] = rate\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="rank_0_saves_for_all",
+        belief="With cpu_offload the others have nothing to do, and rank 0 has room.",
+        caught_by="test_a_rank_has_to_do_with_its_own_part_only",
+        says="save, above the baseline on rank 0",
+        edits=(
+            (
+                "    weights, state = get_state_dict(model, optimizer)\n    # A folder",
+                "    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
+                "    weights, state = get_state_dict(model, optimizer, options=whole)\n    # A folder",
             ),
         ),
     ),
@@ -1632,6 +1754,67 @@ STEP_AND_BUILD: list[Wrong] = [
         says="File exists",
         edits=((SAVE_CALL, "    (Path(folder) / str(step)).mkdir(parents=True)\n" + SAVE_CALL),),
         raises=FileExistsError,
+    ),
+    Wrong(
+        name="points_to_the_newest",
+        belief="A small file is written at once.",
+        caught_by="test_a_killed_save_leaves_the_checkpoint_before[1_rank]",
+        says="killed when latest was just opened",
+        edits=((SAVE_CALL, SAVE_CALL + POINT + "    dist.barrier()\n"), (BY_NAME, BY_POINTER)),
+    ),
+    Wrong(
+        name="returns_before_it_points",
+        belief="The others have written their parts, and need not wait for rank 0.",
+        caught_by="test_a_checkpoint_counts_when_every_rank_has_written[0]",
+        says="a rank does not wait until all the others have written",
+        edits=((SAVE_CALL, SAVE_CALL + POINT), (BY_NAME, BY_POINTER)),
+    ),
+    Wrong(
+        name="points_first",
+        belief="Where it will be is known before it is there.",
+        caught_by="test_a_checkpoint_counts_when_every_rank_has_written[1]",
+        says="expected  step 1 or 5, while rank 1 has not written all",
+        edits=(
+            (
+                SAVE_CALL,
+                "    dist.barrier()\n    Path(folder).mkdir(exist_ok=True)\n" + POINT + SAVE_CALL,
+            ),
+            (BY_NAME, BY_POINTER),
+        ),
+    ),
+    Wrong(
+        name="only_rank_0_knows_how_it_ended",
+        belief="The others wait in a barrier, and finally it is reached.",
+        caught_by="test_a_save_that_fails_at_its_end_is_no_checkpoint",
+        says="do not tell each other how the last operation has ended",
+        edits=(
+            (
+                SAVE_CALL,
+                SAVE_CALL.replace("str(step)", 'f"{step}.partial"') + "    try:\n"
+                "        if dist.get_rank() == 0:\n"
+                '            os.rename(Path(folder) / f"{step}.partial", Path(folder) / str(step))\n'
+                "    finally:\n"
+                "        dist.barrier()\n",
+            ),
+            (
+                """    done = [path.parent for path in Path(folder).glob("*/.metadata")]
+""",
+                """    done = [path for path in Path(folder).glob("*") if path.name.isdigit()]
+""",
+            ),
+        ),
+    ),
+    Wrong(
+        name="makes_the_folder_first",
+        belief="An empty folder is nothing.",
+        caught_by="test_refuses_a_step_that_is_not_above_the_newest",
+        says="the folder is written to before the step is checked",
+        edits=(
+            (
+                "    newest = _newest(folder)\n    if step < 1",
+                "    Path(folder).mkdir(exist_ok=True)\n    newest = _newest(folder)\n    if step < 1",
+            ),
+        ),
     ),
     Wrong(
         name="goes_on_without_a_checkpoint",
@@ -1769,6 +1952,60 @@ STEP_AND_BUILD: list[Wrong] = [
         edits=(
             ("        torch.save(weights, partial)\n", "        torch.save(weights, path)\n"),
             ("        os.replace(partial, path)\n", ""),
+        ),
+    ),
+    Wrong(
+        name="takes_the_old_file_away",
+        belief="rename() needs a free name.",
+        caught_by="test_the_file_from_before_stays_until_the_new_one_is_complete[1_rank]",
+        says="taken away before the new one is there",
+        edits=(
+            (
+                "        os.replace(partial, path)\n",
+                "        Path(path).unlink(missing_ok=True)\n        os.rename(partial, path)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="puts_the_old_file_back",
+        belief="Whoever has a copy may write in place.",
+        caught_by="test_the_file_from_before_stays_until_the_new_one_is_complete[1_rank]",
+        says="the file is written in place",
+        edits=(
+            (
+                """        torch.save(weights, partial)
+        os.replace(partial, path)
+""",
+                """        if Path(path).exists():
+            os.replace(path, partial)
+        try:
+            torch.save(weights, path)
+        except BaseException:
+            Path(path).unlink(missing_ok=True)
+            if partial.exists():
+                os.replace(partial, path)
+            raise
+        partial.unlink(missing_ok=True)
+""",
+            ),
+        ),
+    ),
+    Wrong(
+        name="loads_new_parameters",
+        belief="assign=True saves a copy.",
+        caught_by="test_a_sharded_model_loads_the_file_of_one_process[2_ranks]",
+        says="those that the optimizer has are others",
+        edits=(
+            (
+                SET_WHOLE,
+                """    from torch.distributed.tensor import distribute_tensor
+
+    for name, held in model.state_dict().items():
+        if isinstance(held, DTensor):
+            weights[name] = distribute_tensor(weights[name], held.device_mesh, held.placements)
+    model.load_state_dict(weights, assign=True)
+""",
+            ),
         ),
     ),
     Wrong(

@@ -161,7 +161,7 @@ def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> dict[str, Any]
     copies = Copies(folder)
 
     def wait(_: str) -> None:
-        time.sleep(0.1)
+        time.sleep(0.05)
         copies.take(f"while rank {slow} has not written all")
 
     with before_each_write(folder, wait) if rank == slow else nullcontext():

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
 
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from kit.simulated import simulated_world
 from kit.verdict import check, check_bar, check_close, check_equal
 from specs.fsdp_wrap import ranks_wrap
-from specs.fsdp_wrap.models import Trained, check_named, shard_bytes, units, weights, whole_bytes
+from specs.fsdp_wrap.models import (
+    FEATURES,
+    Trained,
+    adamw,
+    check_named,
+    shard_bytes,
+    units,
+    weights,
+    whole_bytes,
+)
 from specs.fsdp_wrap.shapes import SHAPES, nested
 from specs.fsdp_wrap.simulated import (
     WIDE_BLOCKS,
@@ -20,6 +34,7 @@ from specs.fsdp_wrap.simulated import (
     wide,
 )
 
+with_adam = functools.partial(books, make_optimizer=adamw)
 MANY = pytest.mark.parametrize("ranks", [8, 64, 1024])
 OTHER_SHAPES = [name for name in SHAPES if name != "odd_sizes"]
 PLANNED = ["frozen", "nested", "only_blocks"]
@@ -31,15 +46,37 @@ class TestPart1Wrap:
     subject = "wrap"
 
     @pytest.mark.works
-    @pytest.mark.parametrize("world", [1, 2, 4], indirect=True, ids="{}_ranks".format)
-    def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
-        """Rows of 13, 40 and 3 on 2 and 4 ranks: nothing divides, and one rank has no row."""
-        check_trained(world.run(answer, ranks_wrap.train, "odd_sizes"), "odd_sizes")
-
-    @pytest.mark.exact
-    @pytest.mark.parametrize("shape", OTHER_SHAPES)
-    def test_every_gradient_of_other_models_is_that_of_one_process(self, answer, world, shape):
-        check_trained(world.run(answer, ranks_wrap.train, shape), shape)
+    def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(self, answer, device):
+        """On 8 ranks, in blocks, in the root, trained or not; and a step can be made."""
+        model, kinds = SHAPES["frozen"]()
+        names = list(model.state_dict())
+        with simulated_world(8, device) as mesh:
+            optimizer = answer.wrap(model.to(device), mesh, kinds, adamw)
+            check(
+                isinstance(optimizer, Optimizer),
+                expected="the optimizer that make_optimizer has made",
+                got=type(optimizer).__name__,
+                cause="the model is sharded in place and needs not be returned",
+            )
+            whole = [name for name, p in model.named_parameters() if not hasattr(p, "to_local")]
+            check(
+                not whole,
+                expected="a DTensor for every parameter",
+                got=f"a plain tensor for {', '.join(whole)}",
+                cause="what is in no block, or frozen, is left whole on every rank",
+            )
+            held = {p for group in optimizer.param_groups for p in group["params"]}
+            missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
+            check(
+                not missing,
+                expected="every trained parameter in the optimizer",
+                got=f"{', '.join(missing)} is not there",
+                cause="the optimizer holds the parameters of before, or some of them",
+            )
+            cause = "a wrapper stands between a module and its parameters"
+            check_equal(list(model.state_dict()), names, "names in the state dict", cause=cause)
+            model(torch.ones(2, FEATURES, device=device)).sum().backward()
+            optimizer.step()
 
     @pytest.mark.exact
     @MANY
@@ -48,7 +85,7 @@ class TestPart1Wrap:
     ):
         """n blocks: 2 n + 1 gathers of a rank's part of a unit, n + 1 reductions of whole ones."""
         check_calls(
-            books(answer, device, ranks).calls,
+            with_adam(answer, device, ranks).calls,
             planned(wide, ranks),
             what=f"a step of 4 blocks and the root on {ranks} ranks",
         )
@@ -87,6 +124,17 @@ class TestPart1Wrap:
             cause="more than the next block is on its way: three are held at a time",
         )
 
+    @pytest.mark.exact
+    @pytest.mark.parametrize("world", [1, 2, 4], indirect=True, ids="{}_ranks".format)
+    def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
+        """Rows of 13, 40 and 3 on 2 and 4 ranks: nothing divides, and one rank has no row."""
+        check_trained(world.run(answer, ranks_wrap.train, "odd_sizes"), "odd_sizes")
+
+    @pytest.mark.exact
+    @pytest.mark.parametrize("shape", OTHER_SHAPES)
+    def test_every_gradient_of_other_models_is_that_of_one_process(self, answer, world, shape):
+        check_trained(world.run(answer, ranks_wrap.train, shape), shape)
+
     @pytest.mark.saves
     @pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0), (1024, 0)])
     def test_a_rank_holds_its_part_of_weights_gradients_and_state(
@@ -97,7 +145,7 @@ class TestPart1Wrap:
         """
         plain = list(wide()[0].parameters())
         yours, theirs = (
-            books(module, device, ranks, rank).memory.after for module in (answer, reference)
+            with_adam(module, device, ranks, rank).memory.after for module in (answer, reference)
         )
         rows = "1 / N of the rows of each parameter, rounded up"
         cause = "some parameters are not sharded: those of the root, or frozen ones"
@@ -152,7 +200,7 @@ class TestPart1Wrap:
         """
         *blocks, root = (whole_bytes(unit, ranks) for unit in units(*tall()))
         yours, theirs = (
-            books(module, device, ranks, shape=tall).memory for module in (answer, reference)
+            with_adam(module, device, ranks, shape=tall).memory for module in (answer, reference)
         )
         check_bar(
             f"gathered parameters on {ranks} ranks",
@@ -174,7 +222,7 @@ class TestPart1Wrap:
         plain = list(tall()[0].parameters())
         *blocks, root = (whole_bytes(unit, ranks) for unit in units(*tall()))
         yours, theirs = (
-            books(module, device, ranks, shape=tall).memory for module in (answer, reference)
+            with_adam(module, device, ranks, shape=tall).memory for module in (answer, reference)
         )
         limit = state_bytes(plain, ranks) + 5 * max(blocks) + root + activations_of_tall()
         check_bar(
