@@ -111,10 +111,10 @@ def train_step(
     """One optimizer step on the mean loss over all samples of all ranks' micro-batches.
 
     Ranks, and micro-batches, may have different numbers of samples; a sample counts once, wherever
-    it is and however large. Gradients from before do not count, and the step's (clipped) gradients are still in place
-    afterwards. After it the model can be trained in any other way, every backward synchronised,
-    also where `loss_fn` has raised on every rank. (With sync="last" FSDP may then still hold what
-    earlier micro-batches have summed up, and nothing public can drop that.)
+    it is and however large. Gradients from before do not count, and the step's (clipped) gradients
+    are still in place afterwards. After it the model can be trained in any other way, every
+    backward synchronised, also where `loss_fn` has raised on every rank. (With sync="last" FSDP may
+    then still hold what earlier micro-batches have summed up, and nothing public can drop that.)
 
     Gradients are summed over micro-batches, and at any moment there are the activations of one.
     With sync="each" every backward reduces them, and a rank holds its shards of them only. With
@@ -240,4 +240,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 8edbedc6f36b
+# untouched stub a1308ad0401b

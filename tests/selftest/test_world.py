@@ -14,8 +14,8 @@ from kit import verdict
 from kit.answers import load
 from kit.collectives import Collective
 from kit.nursery import Nursery
-from kit.verdict import Bar, SpecFailure
 from kit.trouble import is_waiting
+from kit.verdict import Bar, SpecFailure
 from kit.world import World
 from selftest import world_programs as programs
 from selftest.tiny import House, later, new_folder, result
