@@ -57,8 +57,9 @@ def rehearse(
     make_model: Callable[[], nn.Module],
     ranks: int,
     tokens: tuple[int, int],
+    steps: int = 2,
 ) -> tuple[Account, Counter[str]]:
-    """What the second step of training holds and calls, on rank 0 of so many; no value is computed.
+    """What the last step of training holds and calls, on rank 0 of so many; no value is computed.
 
     `prepare` gets the model and the mesh and returns the optimizer.
     """
@@ -73,7 +74,8 @@ def rehearse(
             F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
             optimizer.step()
 
-        step()  # it makes the optimizer's state
+        for _ in range(steps - 1):
+            step()  # the first one makes the optimizer's state
         with collectives() as calls:
             books = account(step, model=model, optimizer=optimizer, known=[inputs, targets])
     return books, Counter(call.kind for call in calls)

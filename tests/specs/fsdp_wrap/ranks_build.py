@@ -81,11 +81,7 @@ BLOCK_TYPES = (Block, Outer)
 
 
 def init(module: nn.Module) -> None:
-    """Random values for all that is the module's own: whoever is out of order gets other ones.
-
-    A number is drawn for a module that has nothing, too.
-    """
-    torch.rand(())
+    """Random values for all that is the module's own: whoever is out of order gets other ones."""
     for p in module.parameters(recurse=False):
         nn.init.normal_(p, mean=0.02, std=0.15)
     for buffer in module.buffers(recurse=False):

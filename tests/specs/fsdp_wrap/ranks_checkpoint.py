@@ -24,6 +24,7 @@ from specs.fsdp_wrap.models import (
     full,
     in_groups,
     mse,
+    named,
     weights,
 )
 from specs.fsdp_wrap.ranks_build import init
@@ -68,7 +69,7 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Weights, optimizer state and settings, whole, by name."""
     held = {
         f"{key} of {name}": torch.as_tensor(value)
-        for name, p in model.named_parameters()
+        for name, p in named(model)
         for key, value in optimizer.state.get(p, {}).items()
     }
     found: dict[str, Any] = {**weights(model), **full(held)}
@@ -78,9 +79,12 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def save_and_go_on(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
-    """Two steps, a checkpoint, and three more steps; the learning rates fall after each step."""
+    """Two steps, a checkpoint, and three more steps; the learning rates fall after each step.
+
+    Blocks recompute, which those of the model that it is loaded into need not do.
+    """
     make_optimizer = functools.partial(in_groups, make_optimizer=adamw)
-    model, optimizer = wrapped(answer, MADE, make_optimizer=make_optimizer)
+    model, optimizer = wrapped(answer, MADE, make_optimizer=make_optimizer, checkpoint=True)
     for number in (0, 1):
         steps(answer, model, optimizer, number)
         for group in optimizer.param_groups:
@@ -101,7 +105,7 @@ def load_and_go_on(answer: Any, rank: int, folder: Path, how: str) -> dict[str, 
     step = answer.load(str(folder), model, optimizer)
     return {
         "step": step,
-        "gradients": [n for n, p in model.named_parameters() if p.grad is not None],
+        "gradients": [n for n, p in named(model) if p.grad is not None],
         "loaded": state(model, optimizer),
         "after": steps(answer, model, optimizer, 2, 3, 4),
     }

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,15 @@ class Copies:
 
     def take(self, when: str) -> Path:
         path = self.folder.with_name(f"{self.folder.name}-{len(self.made)}-{dist.get_rank()}")
-        seen = None
-        while seen != _files(self.folder):  # nobody may have written in the meantime
-            seen = _files(self.folder)
-            shutil.rmtree(path, ignore_errors=True)
-            shutil.copytree(self.folder, path, symlinks=True)
         self.made.append((when, path))
+        for _ in range(100):  # until nobody has written while it was copied
+            with suppress(OSError):
+                shutil.rmtree(path, ignore_errors=True)
+                seen = _files(self.folder)
+                shutil.copytree(self.folder, path, symlinks=True)
+                if seen == _files(self.folder):
+                    break
+            time.sleep(0.01)
         return path
 
     def before_a_write(self, opened: str) -> None:
@@ -55,7 +58,7 @@ def _files(folder: Path) -> dict[Path, Any]:
 def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, list[str], Any]]:
     """One rank: what a kill would leave, at each operation on a file in a save of step 5.
 
-    From each copy what `load` gives, and what it gives after a save of step 3 and one of step 5.
+    From each copy what `load` gives; and what it gives after a save of step 3 and one of step 5.
     """
     model, optimizer = small(answer)
     steps(answer, model, optimizer, 0)
@@ -71,7 +74,7 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, l
     for when, path in copies.made:
         step, values = loaded(answer, path)
         again = None
-        if step == 1:
+        if step == 1 and "just opened" not in when:
             answer.save(path, model, optimizer, 3)
             answer.save(path, model, optimizer, 5)
             step_again, values_again = loaded(answer, path)
@@ -172,7 +175,20 @@ def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> dict[str, Any]
 
 
 def loads_all(answer: Any, rank: int, folders: Sequence[Path]) -> list[tuple[Any, dict[str, Any]]]:
-    return [loaded(answer, folder) for folder in folders]
+    """Of folders with the same in them only the first is loaded."""
+    results: dict[Any, Any] = {}
+    contents = [_contents(folder) for folder in folders]
+    for folder, content in zip(folders, contents, strict=True):
+        if content not in results:
+            results[content] = loaded(answer, folder)
+    return [results[content] for content in contents]
+
+
+def _contents(folder: Path) -> frozenset[tuple[str, bytes | None]]:
+    return frozenset(
+        (str(path.relative_to(folder)), path.read_bytes() if path.is_file() else None)
+        for path in folder.rglob("*")
+    )
 
 
 def killed_save_whole(answer: Any, rank: int, folder: Path) -> list[tuple[str, list[str]]]:

@@ -35,6 +35,7 @@ from specs.fsdp_wrap.simulated import (
 )
 
 with_adam = functools.partial(books, make_optimizer=adamw)
+# The bars show the reference on 8 ranks only: each further world takes a third of a second.
 MANY = pytest.mark.parametrize("ranks", [8, 64, 1024])
 OTHER_SHAPES = [name for name in SHAPES if name != "odd_sizes"]
 PLANNED = ["frozen", "nested", "only_blocks"]
@@ -144,9 +145,8 @@ class TestPart1Wrap:
         gradients, and twice as much for Adam's averages, which has a scalar of each besides.
         """
         plain = list(wide()[0].parameters())
-        yours, theirs = (
-            with_adam(module, device, ranks, rank).memory.after for module in (answer, reference)
-        )
+        yours = with_adam(answer, device, ranks, rank).memory.after
+        theirs = with_adam(reference, device, 8, 7).memory.after if ranks == 8 else None
         rows = "1 / N of the rows of each parameter, rounded up"
         cause = "some parameters are not sharded: those of the root, or frozen ones"
         kinds = {
@@ -168,7 +168,7 @@ class TestPart1Wrap:
             sum(yours[kind] for kind in kinds),
             4 * shard_bytes(plain, ranks) + scalars,
             plain=4 * shard_bytes(plain, 1) + scalars,
-            reference=sum(theirs[kind] for kind in kinds),
+            reference=sum(theirs[kind] for kind in kinds) if theirs else None,
             formula=f"4 x ({rows}) + scalars",
             cause=cause,
         )
@@ -199,15 +199,14 @@ class TestPart1Wrap:
         The root does not come and go with the blocks; one block more may be on its way.
         """
         *blocks, root = (whole_bytes(unit, ranks) for unit in units(*tall()))
-        yours, theirs = (
-            with_adam(module, device, ranks, shape=tall).memory for module in (answer, reference)
-        )
+        yours = with_adam(answer, device, ranks, shape=tall).memory
+        theirs = with_adam(reference, device, 8, shape=tall).memory if ranks == 8 else None
         check_bar(
             f"gathered parameters on {ranks} ranks",
             yours.most["unsharded"],
             sum(sorted(blocks)[-2:]) + root,
             plain=sum(blocks) + root,
-            reference=theirs.most["unsharded"],
+            reference=theirs.most["unsharded"] if theirs else None,
             formula="two blocks + the root's unit; plain is the whole model",
             cause="blocks are not given back after forward, or a unit is more than one block",
         )
@@ -221,16 +220,15 @@ class TestPart1Wrap:
         """
         plain = list(tall()[0].parameters())
         *blocks, root = (whole_bytes(unit, ranks) for unit in units(*tall()))
-        yours, theirs = (
-            with_adam(module, device, ranks, shape=tall).memory for module in (answer, reference)
-        )
+        yours = with_adam(answer, device, ranks, shape=tall).memory
+        theirs = with_adam(reference, device, 8, shape=tall).memory if ranks == 8 else None
         limit = state_bytes(plain, ranks) + 5 * max(blocks) + root + activations_of_tall()
         check_bar(
             f"peak of a step on {ranks} ranks",
             yours.reading.peak,
             1.02 * limit,
             plain=4 * shard_bytes(plain, 1) + activations_of_tall(),
-            reference=theirs.reading.peak,
+            reference=theirs.reading.peak if theirs else None,
             formula="state + 5 blocks + the root's unit + activations, + 2 %",
             cause="more than two blocks are whole at a time, or gradients of more than one are",
         )

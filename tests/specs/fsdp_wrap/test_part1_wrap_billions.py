@@ -31,9 +31,11 @@ def alone(model: nn.Module, mesh: Any) -> torch.optim.Optimizer:
 
 @functools.cache
 def dry_books(answer: Any) -> Account:
-    """The second step of rank 0 of 64, whose model the answer has wrapped; None: of one process."""
+    """The second step of rank 0 of 64, whose model the answer has wrapped; None: of one process,
+    whose first step holds as much at its end.
+    """
     if answer is None:
-        return rehearse(alone, large, 1, TOKENS)[0]
+        return rehearse(alone, large, 1, TOKENS, steps=1)[0]
     adamw = functools.partial(torch.optim.AdamW, foreach=False)
     return rehearse(lambda *it: answer.wrap(*it, Block, adamw), large, RANKS, TOKENS)[0]
 

@@ -120,7 +120,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.saves
     def test_activations_are_those_of_one_micro_batch(self, answer, reference, device):
-        """Those of 4 micro-batches are those of 1, the data of 3 more, and 2 numbers of each.
+        """Those of 4 micro-batches are those of 1, the data of 3 more, and 8 numbers of each.
 
         An output that is kept is more than that: 600 samples x 3 are 7 KiB.
         """
@@ -134,10 +134,10 @@ class TestPart3TrainStep:
         check_bar(
             "activations at their most, 4 micro-batches",
             yours,
-            one + 3 * (data_of_one + 2 * 512),
+            one + 3 * (data_of_one + 8 * 512),
             plain=4 * one,
             reference=theirs,
-            formula="those of 1 micro-batch + the data of 3 + 2 numbers of each",
+            formula="those of 1 micro-batch + the data of 3 + 8 numbers of each",
             cause="graphs or outputs are kept while the next micro-batch runs",
         )
 
