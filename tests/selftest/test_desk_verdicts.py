@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from selftest.tiny import House, house, later, new_folder
+from selftest.tiny import House, hears_ctrl_c, house, later, new_folder
 from selftest.tiny_answers import ANSWERS, block, judge, line_of, seen
 
 pytestmark = pytest.mark.timeout(300)
@@ -214,10 +214,8 @@ def test_ctrl_c_leaves_nothing_behind():
     temporary = folder / "tmp"
     temporary.mkdir()
     command = ("desk", "kata", "tiny_mean", "--answers", str(path))
-    # A run in the background may ignore SIGINT, and its children would inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = home.start(*command, TMPDIR=str(temporary))
-    signal.signal(signal.SIGINT, before)
+    with hears_ctrl_c():
+        process = home.start(*command, TMPDIR=str(temporary))
     _wait(lambda: note.exists() and note.read_text())
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=20)

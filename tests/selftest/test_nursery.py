@@ -16,7 +16,7 @@ from kit.nursery import Nursery
 from kit.verdict import SpecFailure
 from kit.world import World
 from selftest import world_programs as programs
-from selftest.tiny import House, new_folder
+from selftest.tiny import House, hears_ctrl_c, new_folder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -171,7 +171,8 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
         folder = endless.root / name
         folder.mkdir()
         variables = {"TMPDIR": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        run = endless.start("pytest", "tests/specs/endless", **variables)
+        with hears_ctrl_c():
+            run = endless.start("pytest", "tests/specs/endless", **variables)
         runs.append((signal.Signals[name], folder, run))
     for number, folder, run in runs:
         _await(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the nursery, 1 + 2 ranks

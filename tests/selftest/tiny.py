@@ -9,12 +9,14 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -268,6 +270,16 @@ def stop() -> None:
 
 
 _POOL = ThreadPoolExecutor(3)  # some of them only wait
+
+
+@contextmanager
+def hears_ctrl_c() -> Iterator[None]:
+    """A run in the background may ignore SIGINT, and what it starts would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @once
