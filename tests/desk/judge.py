@@ -188,6 +188,8 @@ class _Run:
         if not self._finished:
             return self._died(tell)
         if not self._judged_something:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(self.job.grace)  # it says why after it has finished
             return f"no spec could be run\n{self._last_words()}"
         return ""
 
