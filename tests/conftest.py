@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit import verdict
+from kit import draw, verdict
 from kit.answers import Answer, load, sources
 from kit.catalog import find_kata
 from kit.hygiene import clean_slate
@@ -34,9 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="katas (default), solutions, right, stubs, wrong, or a file; commas join them",
     )
     group.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where to run")
+    group.addoption(
+        "--seed-shift", type=int, help="move every seed: a verdict must not depend on N"
+    )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    shift = config.getoption("--seed-shift")
+    if shift is not None:
+        os.environ[draw.SHIFT_VARIABLE] = str(shift)
     # The shapes are small: threads cost more than they bring, and two runs side by side would
     # fight for the cores.
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kit import draw
 from kit.ruler import LiveBytes
 from kit.toys import mlp
 
@@ -16,7 +17,7 @@ from kit.toys import mlp
 def test_step(benchmark: Callable[..., object], ruled: bool) -> None:
     model = mlp(384, 384, 384, 384, 384)
     optimizer = torch.optim.Adam(model.parameters())
-    x = torch.randn(256, 384)
+    x = draw.randn(256, 384)
 
     def step() -> None:
         optimizer.zero_grad()

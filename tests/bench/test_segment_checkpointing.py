@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from kit import draw
 from kit.answers import load
 from kit.catalog import find_kata
 
@@ -20,11 +20,11 @@ LAYERS, SEGMENTS, WIDTH, ROWS, ROUNDS = 16, 4, 256, 512, 40
 
 def _step(run: Callable[[list[nn.Module], Tensor], Tensor]) -> Callable[[], None]:
     """Forward and backward through a chain of its own."""
-    torch.manual_seed(0)
+    draw.seed(0)
     layers: list[nn.Module] = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(LAYERS)
     ]
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = draw.randn(ROWS, WIDTH, requires_grad=True)
     return lambda: run(layers, x).square().mean().backward()
 
 

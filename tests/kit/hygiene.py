@@ -6,6 +6,8 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
+from kit import draw
+
 
 def clean_slate() -> None:
     """Reset the modes, hooks, defaults and random state that an answer may have left behind."""
@@ -24,7 +26,7 @@ def clean_slate() -> None:
     torch.clear_autocast_cache()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
+    draw.seed(0)
 
 
 def _hooks_in_force() -> bool:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import itertools
 import pydoc_data.topics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kit import draw
 
-def mlp(*widths: int, device: torch.device | str = "cpu") -> nn.Sequential:
-    """Linear layers of these widths with ReLU between them; inputs are (batch, widths[0])."""
+
+def mlp(
+    *widths: int,
+    device: torch.device | str = "cpu",
+    activation: Callable[[], nn.Module] = nn.ReLU,
+) -> nn.Sequential:
+    """Linear layers of these widths with an activation between; inputs are (batch, widths[0]).
+
+    Gradients in two precisions can be compared with a smooth activation only: where rounding
+    changes the sign of an input, the derivative of ReLU jumps from 0 to 1.
+    """
     layers: list[nn.Module] = []
     for width, following in itertools.pairwise(widths):
-        layers += [nn.Linear(width, following), nn.ReLU()]
+        layers += [nn.Linear(width, following), activation()]
     return nn.Sequential(*layers[:-1]).to(device)
 
 
@@ -72,9 +82,9 @@ def text_batches(count: int, batch: int, length: int) -> Iterator[tuple[Tensor, 
     """
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     data = torch.frombuffer(bytearray(text[:200_000]), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(0)
+    generator = draw.generator(0)
     for _ in range(count):
-        starts = torch.randint(len(data) - length - 1, (batch,), generator=generator).tolist()
+        starts = draw.randint(len(data) - length - 1, (batch,), generator=generator).tolist()
         yield (
             torch.stack([data[start : start + length] for start in starts]),
             torch.stack([data[start + 1 : start + length + 1] for start in starts]),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kit import draw
 from kit.account import Account, account
 from kit.collectives import Collective, collectives
 
@@ -29,7 +30,7 @@ class Stack(nn.Module):
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(3)
+        draw.seed(3)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.checkpointed = checkpointed
 
@@ -64,7 +65,7 @@ def books(
     with world(ranks) as mesh:
         model = shard(Stack(checkpointed), mesh, **options)
         optimizer = make_optimizer(model, sgd)
-        x = torch.randn(SAMPLES, WIDTH)
+        x = draw.randn(SAMPLES, WIDTH)
 
         def step() -> None:
             model(x).float().square().mean().backward()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit import draw
 from kit.account import KINDS, Account, account
 from kit.collectives import Collective
 from kit.ruler import measure
@@ -71,7 +72,7 @@ def test_the_last_rank_holds_padding_but_has_no_state_of_it() -> None:
         with simulated_world(8, rank=rank) as mesh:
             model = shard(Stack(), mesh)
             optimizer = make_optimizer(model)
-            x = torch.randn(SAMPLES, WIDTH)
+            x = draw.randn(SAMPLES, WIDTH)
 
             def step(model: Any = model, optimizer: Any = optimizer, x: Any = x) -> None:
                 model(x).sum().backward()
@@ -192,7 +193,7 @@ def test_the_whole_is_what_the_ruler_reads_and_repeats_to_the_byte() -> None:
     with simulated_world(8) as mesh:
         model = shard(Stack(), mesh)
         optimizer = make_optimizer(model)
-        x = torch.randn(SAMPLES, WIDTH)
+        x = draw.randn(SAMPLES, WIDTH)
 
         def step() -> None:
             model(x).square().mean().backward()

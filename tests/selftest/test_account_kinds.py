@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kit import draw
 from kit.account import Account, account
 from kit.ruler import measure
 from kit.simulated import dry_run, simulated_world
@@ -43,7 +44,7 @@ Body = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], object]
 def read(model: nn.Module, body: Body, optimizer: torch.optim.Optimizer | None = None) -> Account:
     """One step of a model; with SGD if nothing is said."""
     optimizer = optimizer or make_optimizer(model, sgd=True)
-    x = torch.randn(SAMPLES, WIDTH)
+    x = draw.randn(SAMPLES, WIDTH)
     return account(lambda: body(model, optimizer, x), model=model, optimizer=optimizer, known=[x])
 
 
@@ -70,7 +71,7 @@ def test_a_plain_model_has_parameters_gradients_and_state_and_no_other_ranks() -
 
 def test_gradients_that_the_step_finds_and_drops_are_gradients() -> None:
     model = Stack()
-    model(torch.randn(SAMPLES, WIDTH)).sum().backward()
+    model(draw.randn(SAMPLES, WIDTH)).sum().backward()
     memory = read(model, lambda model, optimizer, x: optimizer.zero_grad())
     assert memory.before["gradients"] == memory.most["gradients"] == BLOCKS * WHOLE
     assert memory.after["gradients"] == 0
@@ -234,7 +235,7 @@ def test_frozen_parameters_are_gathered_and_have_no_gradients() -> None:
     with simulated_world(8) as mesh:
         model = Stack()
         model.blocks[:-1].requires_grad_(False)
-        x = torch.randn(SAMPLES, WIDTH)
+        x = draw.randn(SAMPLES, WIDTH)
         model = shard(model, mesh, reshard_after_forward=False)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kit import draw
 from kit.ruler import bytes_of, human, measure
 from kit.witness import allocator_peak
 
@@ -69,7 +70,7 @@ def forward_step(name: str, model: nn.Module, x: torch.Tensor) -> Workload:
 
 
 def amp_step(name: str, dtype: torch.dtype, foreach: bool) -> Workload:
-    model, x = nn.Sequential(Block(), Block()), torch.randn(5, 90, 144)
+    model, x = nn.Sequential(Block(), Block()), draw.randn(5, 90, 144)
     optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype is torch.float16)
 
@@ -86,13 +87,13 @@ def amp_step(name: str, dtype: torch.dtype, foreach: bool) -> Workload:
 
 
 def workloads() -> list[Workload]:
-    torch.manual_seed(11)
+    draw.seed(11)
     mlp = nn.Sequential(
         nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 10)
     )
-    rows, labels = torch.randn(130, 200), torch.randint(10, (130,))
+    rows, labels = draw.randn(130, 200), draw.randint(10, (130,))
     blocks, modules = nn.Sequential(Block(), Block()), nn.Sequential(BlockOfModules(), Block())
-    words, classes = torch.randn(5, 90, 144), torch.randint(144, (5 * 90,))
+    words, classes = draw.randn(5, 90, 144), draw.randint(144, (5 * 90,))
     return [
         forward_step("mlp, forward", mlp, rows),
         backward_step("mlp, forward and backward", mlp, rows, labels),
@@ -133,7 +134,7 @@ def test_the_witness_reads_the_same_each_time_and_counts_what_is_freed() -> None
 
 
 def test_the_ruler_is_blind_to_the_scratch_memory_of_conv2d() -> None:
-    conv, x = nn.Conv2d(5, 24, 3, padding=1), torch.randn(3, 5, 64, 60)
+    conv, x = nn.Conv2d(5, 24, 3, padding=1), draw.randn(3, 5, 64, 60)
     ruler = measure(lambda: conv(x), known=[conv, x]).above_baseline
     witness = allocator_peak(lambda: conv(x))
     print(f"\nconv2d forward: {human(ruler)} of {human(witness)}")
@@ -143,9 +144,9 @@ def test_the_ruler_is_blind_to_the_scratch_memory_of_conv2d() -> None:
 
 
 def test_several_forwards_in_one_step_hold_one_more_set_of_activations_each() -> None:
-    torch.manual_seed(3)
+    draw.seed(3)
     model = nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 70))
-    x = torch.randn(130, 200)
+    x = draw.randn(130, 200)
 
     def together(n: int) -> None:
         torch.stack([model(x).square().mean() for _ in range(n)]).sum().backward()
@@ -165,11 +166,11 @@ def test_several_forwards_in_one_step_hold_one_more_set_of_activations_each() ->
 
 
 def test_one_checkpoint_around_everything_leaves_the_peak_and_one_per_block_lowers_it() -> None:
-    torch.manual_seed(3)
+    draw.seed(3)
     blocks = nn.ModuleList(
         nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in range(7)
     )
-    x = torch.randn(650, 96)
+    x = draw.randn(650, 96)
 
     def everything(h: torch.Tensor) -> torch.Tensor:
         for block in blocks:
@@ -224,7 +225,7 @@ def sharded(per_block: bool) -> nn.Sequential:
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 does not run on the cpu")
 @pytest.mark.usefixtures("simulated_world")
 def test_fsdp_gives_freed_parameters_back_so_that_wrapping_each_block_lowers_the_peak() -> None:
-    x = torch.randn(6, 360)
+    x = draw.randn(6, 360)
     full, peaks = 8 * 518_400, list[int]()
     for per_block in (True, False):
         model = sharded(per_block)
@@ -265,7 +266,7 @@ def test_a_dtensor_counts_its_local_bytes_and_not_its_global_size() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_reading_is_the_allocators_own() -> None:
     model = nn.Sequential(Block(), Block()).cuda()
-    x = torch.randn(5, 90, 144, device="cuda")
+    x = draw.randn(5, 90, 144, device="cuda")
 
     def step() -> None:
         model(x).square().mean().backward()

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kit import draw
 from kit.ruler import LiveBytes, Reading, bytes_of, human, measure
 
 KIB = 1024
 
 
 def mlp() -> nn.Sequential:
-    torch.manual_seed(3)
+    draw.seed(3)
     return nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 70))
 
 
@@ -106,7 +107,7 @@ def test_a_tensor_made_from_a_literal_inside_the_step_is_new() -> None:
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_known_model_and_optimizer_are_baseline_with_gradients_and_states(foreach: bool) -> None:
-    model, x = mlp(), torch.randn(130, 200)
+    model, x = mlp(), draw.randn(130, 200)
     optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
     training_step(model, x)
     optimizer.step()
@@ -123,7 +124,7 @@ def test_a_known_model_and_optimizer_are_baseline_with_gradients_and_states(fore
 
 
 def test_a_known_gradient_that_the_step_drops_is_given_back() -> None:
-    model, x = mlp(), torch.randn(130, 200)
+    model, x = mlp(), draw.randn(130, 200)
     training_step(model, x)
     gradients = sum(bytes_of(p.grad) for p in model.parameters())
     reading = measure(model.zero_grad, known=[model])
@@ -131,7 +132,7 @@ def test_a_known_gradient_that_the_step_drops_is_given_back() -> None:
 
 
 def test_parameters_in_saved_tensors_are_no_activations() -> None:
-    model, x = mlp(), torch.randn(130, 200)
+    model, x = mlp(), draw.randn(130, 200)
     # Linear saves its transposed weight: a view of a parameter, for which isinstance does not ask
     reading = measure(lambda: model(x), known=[model, x])
     # outputs of 130 x 300, 130 x 300 and 130 x 70 float32, each rounded
@@ -175,7 +176,7 @@ def test_fake_and_meta_tensors_hold_no_memory() -> None:
 
 
 def test_ten_runs_read_the_same_to_the_byte() -> None:
-    model, x = mlp(), torch.randn(130, 200)
+    model, x = mlp(), draw.randn(130, 200)
 
     def step() -> None:
         training_step(model, x)
@@ -260,7 +261,7 @@ def test_a_measurement_inside_a_measurement_reads_its_own_part() -> None:
 
 
 def test_the_timeline_runs_from_the_baseline_over_the_peak_to_what_is_retained() -> None:
-    model, x = mlp(), torch.randn(130, 200)
+    model, x = mlp(), draw.randn(130, 200)
     before = bytes_of(model, x)
     reading = measure(lambda: training_step(model, x), known=[model, x])
     assert reading.timeline[0] == reading.baseline == before
@@ -273,7 +274,7 @@ def test_the_timeline_runs_from_the_baseline_over_the_peak_to_what_is_retained()
 def test_modes_of_the_step_itself_may_be_nested_inside() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    model, x = mlp(), torch.randn(130, 200)
+    model, x = mlp(), draw.randn(130, 200)
 
     def counted() -> torch.Tensor:
         with FlopCounterMode(display=False):

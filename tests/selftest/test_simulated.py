@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from kit import draw
 from kit.account import account
 from kit.collectives import Collective, collectives
 from kit.ruler import measure
@@ -110,7 +111,7 @@ def test_a_second_dry_run_of_the_same_rank_calls_and_holds_the_same() -> None:
         with dry_run(8) as mesh, collectives() as calls:
             model = shard(Stack(), mesh)
             optimizer = make_optimizer(model)
-            x = torch.randn(3, 61)
+            x = draw.randn(3, 61)
 
             def step() -> None:
                 model(x).sum().backward()
@@ -131,7 +132,7 @@ def test_a_dry_run_of_billions_of_parameters_holds_no_memory() -> None:
             model = nn.Sequential(nn.Linear(d, d, bias=False), nn.ReLU())
             fully_shard(model, mesh=mesh)
             optimizer = make_optimizer(model)
-            x = torch.randn(3, d)
+            x = draw.randn(3, d)
 
             def step() -> None:
                 model(x).sum().backward()
@@ -158,7 +159,7 @@ def test_collectives_and_account_nest_either_way_and_see_through_dtensors(
     with enter(8) as mesh:
         model = shard(Stack(), mesh)
         optimizer = make_optimizer(model)
-        x = torch.randn(3, 61)
+        x = draw.randn(3, 61)
 
         def step() -> None:
             model(x).sum().backward()

@@ -10,6 +10,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kit import draw
 from kit.collectives import Collective, collectives
 from kit.verdict import check_bar, fail
 
@@ -107,7 +108,7 @@ def double(answer, rank, pair):
 
 
 def state(answer, rank, spoil):
-    fresh = torch.is_grad_enabled(), torch.ones(1).dtype, torch.rand(1).item()
+    fresh = torch.is_grad_enabled(), torch.ones(1).dtype, draw.rand(1).item()
     if spoil:
         answer.leave_on()
     return fresh

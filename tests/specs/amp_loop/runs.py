@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from kit import draw
 from kit.toys import mse
 
 
 def batches(count: int, device: torch.device, overflow_at: tuple[int, ...] = ()) -> list:
     """Batches of (5, 6) and (5, 2); those at `overflow_at` have an infinite target."""
-    generator = torch.Generator().manual_seed(7)
+    generator = draw.generator(7)
     made = []
     for number in range(count):
-        x, y = torch.randn(5, 6, generator=generator), torch.randn(5, 2, generator=generator)
+        x, y = draw.randn(5, 6, generator=generator), draw.randn(5, 2, generator=generator)
         if number in overflow_at:
             y[0, 0] = math.inf
         made.append((x.to(device), y.to(device)))
@@ -27,7 +28,7 @@ class Run:
     """A model with dropout and all that its training carries along."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        torch.manual_seed(11)
+        draw.seed(11)
         self.dtype = dtype
         self.model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 2)).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)

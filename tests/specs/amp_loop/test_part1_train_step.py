@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.precisions import DTYPES, HALVES
+from kit import draw
+from kit.precisions import DTYPES, HALVES, scaler_for
 from kit.ruler import bytes_of, measure
 from kit.toys import Probe, mlp, mse
 from kit.verdict import check, check_bar, check_close, check_equal
@@ -16,7 +17,6 @@ from specs.amp_loop.train_step import (
     check_norm,
     norm_of,
     regression,
-    scaler_for,
     take_step,
     true_gradients,
 )
@@ -173,7 +173,7 @@ class TestPart1TrainStep:
         def peak(module: object, dtype: torch.dtype) -> int:
             model = mlp(*widths, device=device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            batch = torch.randn(rows, 24, device=device), torch.randn(rows, 8, device=device)
+            batch = draw.randn(rows, 24, device=device), draw.randn(rows, 8, device=device)
             scaler = scaler_for(dtype, device)
 
             def step() -> None:
@@ -200,7 +200,7 @@ class TestPart1TrainStep:
         def state(module: object, dtype: torch.dtype) -> int:
             model = mlp(64, 96, 32, device=device)
             optimizer = torch.optim.Adam(model.parameters())
-            batch = torch.randn(9, 64, device=device), torch.randn(9, 32, device=device)
+            batch = draw.randn(9, 64, device=device), draw.randn(9, 32, device=device)
             scaler = scaler_for(dtype, device)
             reading = measure(
                 lambda: module.train_step(model, batch, mse, optimizer, scaler, dtype=dtype),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from kit import draw
 from kit.ruler import measure
 from kit.snapshot import Snapshot
 from kit.toys import mlp
@@ -27,7 +28,7 @@ class TestPart2LossScaler:
     def test_scales_the_loss_and_unscales_the_gradients(self, answer, device):
         scaler = answer.LossScaler(init_scale=1024.0)
         model = mlp(4, 3, device=device)
-        x = torch.randn(6, 4, device=device)
+        x = draw.randn(6, 4, device=device)
         want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         loss = model(x).sum()

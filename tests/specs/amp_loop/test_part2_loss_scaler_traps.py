@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from kit import draw
 from kit.snapshot import Snapshot
 from kit.toys import mlp, mse
 from kit.verdict import check, check_equal, check_raises
@@ -121,12 +122,12 @@ class TestPart2LossScalerTraps:
         """Five steps, the third with an overflow: the same weights, scales and skips."""
 
         def run(scaler) -> tuple[list[Tensor], list[tuple[bool, float]]]:
-            torch.manual_seed(5)
+            draw.seed(5)
             model = mlp(6, 8, 2, device=device)
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
             told = []
             for number in range(5):
-                batch = torch.randn(4, 6, device=device), torch.randn(4, 2, device=device)
+                batch = draw.randn(4, 6, device=device), draw.randn(4, 2, device=device)
                 if number == 2:
                     batch[1][0, 0] = math.inf
                 result = answer.train_step(

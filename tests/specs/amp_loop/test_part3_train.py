@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from kit import draw
 from kit.precisions import DTYPES
 from kit.ruler import measure
 from kit.toys import Block, mlp, mse, text_batches
@@ -66,7 +67,7 @@ class TestPart3Train:
         answer.save_checkpoint(path, *first.parts)
         first.train(answer, data[3:5])  # what comes after the save must not leak into it
         second = Run(dtype, device)
-        torch.manual_seed(99)
+        draw.seed(99)
         answer.load_checkpoint(path, *second.parts)
         results = second.train(answer, data[3:])
 
@@ -92,7 +93,7 @@ class TestPart3Train:
         """
 
         def last_losses(dtype: torch.dtype) -> float:
-            torch.manual_seed(1)
+            draw.seed(1)
             model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
             model.to(device)
             # A scale that overflows at first would skip steps, and learn from fewer batches.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.precisions import HALVES
 from kit.ruler import bytes_of, measure
 from kit.toys import mlp
@@ -63,7 +64,7 @@ class TestPart4MasterWeights:
         adam = torch.optim.Adam(twin.parameters(), lr=0.003)
         for _ in range(5):
             trainer.zero_grad()
-            model(torch.randn(4, 5, device=device, dtype=dtype)).square().sum().backward()
+            model(draw.randn(4, 5, device=device, dtype=dtype)).square().sum().backward()
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 q.grad = p.grad.float()
             adam.step()
@@ -176,7 +177,7 @@ class TestPart4MasterWeights:
         """Three steps, or two, a save to a file, a load into new objects, and one."""
 
         def start() -> tuple[nn.Module, object]:
-            torch.manual_seed(2)
+            draw.seed(2)
             model = layer(device)
             return model, answer.MasterWeights(model, lambda p: torch.optim.Adam(p, lr=0.0007))
 
@@ -242,7 +243,7 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives
     def test_looks_at_the_dtype_of_every_trainable_parameter_and_of_no_other(self, answer, device):
-        model = nn.Sequential(layer(device), nn.LayerNorm(3, device=device))
+        model = nn.Sequential(layer(device), nn.LayerNorm(3).to(device))
         check_raises(
             lambda: answer.MasterWeights(model, sgd),
             ValueError,

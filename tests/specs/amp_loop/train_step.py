@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
+from kit import draw
+from kit.precisions import SCALE, scaler_for
 from kit.toys import mlp, mse
 from kit.verdict import check_close
 
@@ -31,15 +32,11 @@ BAD = {
 }
 
 
-def scaler_for(dtype: torch.dtype, device: torch.device, **options: float) -> GradScaler | None:
-    return GradScaler(device.type, **options) if dtype == torch.float16 else None
-
-
 def regression(device: torch.device) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
     """A small model and a batch (11 rows) on which it is far off, so that gradients are large."""
-    torch.manual_seed(3)
-    model = mlp(7, 13, 5, device=device)
-    return model, (torch.randn(11, 7, device=device), 4 * torch.randn(11, 5, device=device))
+    draw.seed(3)
+    model = mlp(7, 13, 5, device=device, activation=nn.Tanh)
+    return model, (draw.randn(11, 7, device=device), 4 * draw.randn(11, 5, device=device))
 
 
 def true_gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -68,5 +65,5 @@ def check_norm(got: Tensor | float, want: Tensor, dtype: torch.dtype) -> None:
     ratio = float(got) / want.item()
     cause = "it is the norm of clipped, or not of all, gradients"
     if ratio > 2:
-        cause = f"it is {ratio:.0f} times the true norm; before unscale_ it is 65536 times"
+        cause = f"it is {ratio:.0f} times the true norm; before unscale_ it is {SCALE:.0f} times"
     check_close(got, want, "grad_norm, before clipping", rtol=TOLERANCE[dtype], cause=cause)

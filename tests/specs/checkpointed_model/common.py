@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from kit import draw
 from kit.ruler import bytes_of, measure
 from kit.verdict import check, check_close, check_equal
 
@@ -24,13 +25,13 @@ SIZES = pytest.mark.parametrize(
 
 def inputs(device: torch.device, rows: int = 3, length: int = 5, *, grad: bool = False) -> Tensor:
     """Small inputs of shape (rows, length, WIDTH), for everything but bytes."""
-    return torch.randn(rows, length, WIDTH, device=device).requires_grad_(grad)
+    return draw.randn(rows, length, WIDTH, device=device).requires_grad_(grad)
 
 
 def large_inputs(device: torch.device) -> Tensor:
     """Inputs beside which the weights weigh little; they require a gradient, and have one."""
     rows, length = (5, 64) if device.type == "cpu" else (16, 512)
-    x = torch.randn(rows, length, WIDTH, device=device, requires_grad=True)
+    x = draw.randn(rows, length, WIDTH, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
     return x
 
@@ -84,15 +85,16 @@ def step(
     The gradients are those of the module's trainable parameters and of `leaves`.
     """
     __tracebackhide__ = True
+    device = next(module.parameters()).device
     module.zero_grad()
     for leaf in leaves:
         leaf.grad = None
-    torch.manual_seed(seed)
+    draw.seed(seed)
     output = forward()
     found: dict[str, Any] = {"output": output.detach()}
-    found["the next random number after the forward pass"] = torch.rand(1)
+    found["the next random number after the forward pass"] = draw.next_random(device)
     back(output, cause=cause)
-    found["the next random number after the backward pass"] = torch.rand(1)
+    found["the next random number after the backward pass"] = draw.next_random(device)
     for name, p in module.named_parameters():
         if p.requires_grad:
             found[f"gradient of {name}"] = None if p.grad is None else p.grad.clone()

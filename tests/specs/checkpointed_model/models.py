@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kit import draw
 from kit.toys import Block
 from kit.verdict import check, check_equal
 from specs.checkpointed_model.common import WIDTH, Runs
@@ -124,7 +125,7 @@ class Normed(nn.Module):
 
 def host(device: torch.device) -> tuple[Host, Tensor]:
     """A Host and its input."""
-    return Host().to(device), torch.randn(3, 5, WIDTH, device=device)
+    return Host().to(device), draw.randn(3, 5, WIDTH, device=device)
 
 
 def host_runs(model: Host) -> Runs:
@@ -135,7 +136,7 @@ def transformer(device: torch.device, count: int = 6) -> tuple[nn.Sequential, Te
     """Transformer blocks, and an input beside which their weights weigh little."""
     model = nn.Sequential(*[Block(WIDTH, heads=2) for _ in range(count)]).to(device)
     rows, length = (5, 64) if device.type == "cpu" else (16, 512)
-    x = torch.randn(rows, length, WIDTH, device=device, requires_grad=True)
+    x = draw.randn(rows, length, WIDTH, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
     return model, x
 
@@ -165,14 +166,14 @@ class Stranger:
         dropped = 0.1 if device.type == "cpu" else 0.0
         make, self.block_type, child = (_gpt2 if name == "gpt2" else _vit)(self.layers, dropped)
         self.child: str = child
-        torch.manual_seed(5)
+        draw.seed(5)
         self.model = make().to(device).train()
         if name == "gpt2":
-            self.x = torch.randint(64, (3, 48), device=device)
-            self.hidden = torch.randn(3, 48, 32, device=device, requires_grad=True)
+            self.x = draw.randint(64, (3, 48), device=device)
+            self.hidden = draw.randn(3, 48, 32, device=device, requires_grad=True)
         else:
-            self.x = torch.randn(3, 3, 48, 48, device=device)
-            self.hidden = torch.randn(3, 37, 32, device=device, requires_grad=True)
+            self.x = draw.randn(3, 3, 48, 48, device=device)
+            self.hidden = draw.randn(3, 37, 32, device=device, requires_grad=True)
         self.hidden.grad = torch.zeros_like(self.hidden)
 
     def forward(self, model: nn.Module) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kit import draw
 from kit.verdict import check, check_bar, check_equal
 from specs.checkpointed_model.common import (
     WIDTH,
@@ -39,11 +40,11 @@ class TestPart1LargeModel:
         children = sorted(name for name, _ in block.named_children())
         cause = "a layer has another name, or is a function where the contract has a child"
         check_equal(children, ["down", "dropout", "relu", "up"], "children", cause=cause)
-        x, mask = inputs(device), torch.rand(3, 5, device=device) < 0.6
+        x, mask = inputs(device), draw.rand(3, 5, device=device) < 0.6
         for given in (None, mask):
-            torch.manual_seed(3)
+            draw.seed(3)
             got = block(x, mask=given)
-            torch.manual_seed(3)
+            draw.seed(3)
             want = by_hand(block, x, given)
             what = "output" if given is None else "output under a mask"
             cause = "the input is not added, something is left out, or the mask is turned round"
@@ -67,11 +68,11 @@ class TestPart1LargeModel:
         usual = [answer.LargeModel(1, WIDTH).layers[0], answer.MemoryIntensiveBlock(WIDTH)]
         rates = [block.dropout.p for block in usual]
         check_equal(rates, 2 * [0.1], "dropout by default", cause="that is another default")
-        x, mask = inputs(device), torch.rand(3, 5, device=device) < 0.6
+        x, mask = inputs(device), draw.rand(3, 5, device=device) < 0.6
         for given in (None, mask):
-            torch.manual_seed(3)
+            draw.seed(3)
             got = model(x, mask=given)
-            torch.manual_seed(3)
+            draw.seed(3)
             want = x
             for block in model.layers:
                 want = by_hand(block, want, given)
@@ -136,7 +137,7 @@ class TestPart1LargeModel:
             for block in model.layers:
                 block.up.bias.requires_grad_(False)
         runs = runs_of(model)
-        mask = torch.rand(3, 5, device=device) < 0.6 if case == "mask" else None
+        mask = draw.rand(3, 5, device=device) < 0.6 if case == "mask" else None
         x = inputs(device, grad=case == "input_with_gradient")
         with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
             output = model(x, mask=mask)

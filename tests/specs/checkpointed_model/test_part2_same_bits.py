@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.verdict import check, check_equal
 from specs.checkpointed_model.common import LAYERS, SIZES, WIDTH, back, check_same, inputs, step
 
@@ -86,7 +87,7 @@ class TestPart2LargeModel:
     def test_a_mask_is_there_in_the_recomputation_too(self, answer, device, size):
         model, plain = pair(answer, device, size)
         x = inputs(device, grad=True)
-        mask = torch.rand(3, 5, device=device) < 0.6
+        mask = draw.rand(3, 5, device=device) < 0.6
         cause = "the recomputation has no mask, or another one"
         got = step(model, lambda: model(x, mask=mask), x, cause=cause)
         check_equal(got["output"][~mask], x[~mask].detach(), "masked output", cause=cause)
@@ -113,7 +114,7 @@ class TestPart2LargeModel:
         """Several micro-batches in one loss, or a siamese model: each pass has its own mask."""
         model, plain = pair(answer, device, size)
         batches = [inputs(device) for _ in range(3)]
-        masks = [torch.rand(3, 5, device=device) < share for share in (0.6, 0.3, 0.8)]
+        masks = [draw.rand(3, 5, device=device) < share for share in (0.6, 0.3, 0.8)]
 
         def forward(module: nn.Module) -> Tensor:
             pairs = zip(batches, masks, strict=True)

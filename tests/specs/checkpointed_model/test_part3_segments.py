@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from kit import draw
 from kit.verdict import check, check_bar, check_equal, check_raises
 from specs.checkpointed_model.common import (
     WIDTH,
@@ -123,7 +124,7 @@ class TestPart3Segments:
         x = large_inputs(device)
         if case == "x_without":
             x = x.detach()
-        mask = torch.rand(x.shape[:2], device=device) < 0.6 if case == "mask" else None
+        mask = draw.rand(*x.shape[:2], device=device) < 0.6 if case == "mask" else None
 
         def held(module: object, size: int) -> int:
             model = module.LargeModel(14, WIDTH, segment_size=size).to(device)

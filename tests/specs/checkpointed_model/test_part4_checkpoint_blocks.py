@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from kit import draw
 from kit.toys import Block
 from kit.verdict import check, check_bar, check_equal
 from specs.checkpointed_model.common import WIDTH, Runs, back, check_same, one_input, peak, step
@@ -118,7 +119,7 @@ class TestPart4CheckpointBlocks:
         runs = Runs([model[0].up, model[0].inner[0].up, model[2].up])
         cause = "blocks inside a block are counted"
         check_equal(answer.checkpoint_blocks(model, Nest), 2, "blocks", cause=cause)
-        x = torch.randn(3, WIDTH, device=device)
+        x = draw.randn(3, WIDTH, device=device)
         back(model(x))
         cause = "blocks inside a block are checkpointed too"
         check_equal(runs.counts, [2, 2, 2], "runs of an outer, an inner, a lone one", cause=cause)

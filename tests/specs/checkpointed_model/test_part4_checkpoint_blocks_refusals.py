@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kit import draw
 from kit.verdict import check_equal, check_raises
 from specs.checkpointed_model.common import WIDTH, Runs, back
 from specs.checkpointed_model.models import Mixer, Named, Nest, host, host_runs
@@ -45,7 +46,7 @@ class TestPart4CheckpointBlocksRefusals:
             except ValueError as error:
                 got = error
             check_equal(got, 1, f"blocks of the class {kind.__name__}", cause=cause)
-        back(model(torch.randn(3, WIDTH, device=device)))
+        back(model(draw.randn(3, WIDTH, device=device)))
         check_equal(runs.counts, [2, 2], "runs of each block", cause=cause)
 
     @pytest.mark.survives

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from kit import draw
 from kit.toys import Block
 from kit.verdict import check, check_equal
 from specs.checkpointed_model.common import WIDTH, Runs, back, check_same, step
@@ -57,7 +58,7 @@ class TestPart4CheckpointBlocksTraps:
         runs = Runs([shared.up])
         cause = "places are counted, not blocks"
         check_equal(answer.checkpoint_blocks(model, Nest), 1, "blocks", cause=cause)
-        back(model(torch.randn(3, WIDTH, device=device)))
+        back(model(draw.randn(3, WIDTH, device=device)))
         cause = "the block is checkpointed once for every place, one checkpoint within another"
         check_equal(runs.counts, [4], "runs of the block", cause=cause)
 
@@ -93,7 +94,7 @@ class TestPart4CheckpointBlocksTraps:
         for module in (model, plain):
             forward = module[1].forward
             module[1].forward = lambda x, forward=forward: forward(x) * 1.5
-        x = torch.randn(3, WIDTH, device=device)
+        x = draw.randn(3, WIDTH, device=device)
         answer.checkpoint_blocks(model, Nest)
         runs = Runs([model[0].up, model[1].up])
         cause = "the class's forward is called, and not the block's own"
@@ -109,7 +110,7 @@ class TestPart4CheckpointBlocksTraps:
         And the input comes by keyword too, as layers of the transformers library are often called.
         """
         block = Named().to(device)
-        model, x = nn.Sequential(block), torch.randn(3, WIDTH, device=device)
+        model, x = nn.Sequential(block), draw.randn(3, WIDTH, device=device)
         given = {"that": x, name: 0.5}
         want = block(**given).detach()
         answer.checkpoint_blocks(model, Named)
@@ -206,13 +207,13 @@ class TestPart4CheckpointBlocksTraps:
         model = nn.Sequential(*[Normed(momentum, tracked=case != "untracked") for _ in range(2)])
         model.to(device)
         if case == "in_eval_mode":  # frozen statistics that are not the initial ones
-            model(torch.randn(7, WIDTH, 3, device=device) + 1)
+            model(draw.randn(7, WIDTH, 3, device=device) + 1)
             for block in model:
                 block.norm1.eval()
         plain = copy.deepcopy(model)
         answer.checkpoint_blocks(model, Normed, keep=answer.DEAR if dear else ())
         for number in (1, 2):
-            x = torch.randn(4, WIDTH, 5, device=device) * number
+            x = draw.randn(4, WIDTH, 5, device=device) * number
             model.zero_grad()
             plain.zero_grad()
             mine, true = (torch.cat([m(x), m(x.flip(0) + 0.5)]) for m in (model, plain))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from kit import draw
 from kit.verdict import check, check_close, check_equal
 
 Batch = tuple[Tensor, Tensor]
@@ -21,7 +22,10 @@ FEATURES, OUTPUTS = 5, 3
 
 
 class Block(nn.Module):
-    """x + down(drop(relu(up(norm(x))))); the hidden width is 3 * width + 1."""
+    """x + down(drop(tanh(up(norm(x))))); the hidden width is 3 * width + 1.
+
+    Smooth, as everything whose gradients are compared in two precisions: see kit.toys.mlp.
+    """
 
     def __init__(self, width: int, drop: float = 0.0) -> None:
         super().__init__()
@@ -31,7 +35,7 @@ class Block(nn.Module):
         self.down = nn.Linear(3 * width + 1, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.drop(torch.relu(self.up(self.norm(x)))))
+        return x + self.down(self.drop(torch.tanh(self.up(self.norm(x)))))
 
 
 class Model(nn.Module):
@@ -71,7 +75,7 @@ def make(
     seed: int = 4,
 ) -> Model:
     """The same values in every process; `frozen` are the beginnings of names."""
-    torch.manual_seed(seed)
+    draw.seed(seed)
     model = Model(width, blocks, drop=drop, tied=tied)
     for name, p in model.named_parameters():
         p.requires_grad_(not name.startswith(tuple(frozen)))
@@ -80,11 +84,11 @@ def make(
 
 def data(samples: Sequence[int], seed: int) -> list[Batch]:
     """Batches of so many samples; no two seeds, and no two batches, have the same data."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draw.generator(seed)
     return [
         (
-            torch.randn(count, FEATURES, generator=generator) + number / 2,
-            torch.randn(count, OUTPUTS, generator=generator) - number / 2,
+            draw.randn(count, FEATURES, generator=generator) + number / 2,
+            draw.randn(count, OUTPUTS, generator=generator) - number / 2,
         )
         for number, count in enumerate(samples)
     ]

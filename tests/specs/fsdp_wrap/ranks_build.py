@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from kit import draw
 from kit.collectives import collectives
 from kit.rank import device
 from kit.ruler import measure
@@ -94,7 +95,7 @@ def init(module: nn.Module) -> None:
 def built_alone(kind: str) -> nn.Module:
     """What one process has."""
     model = MODELS[kind]().to(device())
-    torch.manual_seed(SEED)
+    draw.seed(SEED)
     for module in model.modules():
         init(module)
     return model
@@ -104,7 +105,7 @@ def built(
     answer: Any, kind: str, make_optimizer: Callable[..., Optimizer] = momentum, **options: Any
 ) -> tuple[nn.Module, Optimizer]:
     types = BLOCK_TYPES if kind == "blocks_in_blocks" else Block
-    torch.manual_seed(SEED)
+    draw.seed(SEED)
     return answer.build(MODELS[kind], mesh(), types, init, make_optimizer, **options)
 
 

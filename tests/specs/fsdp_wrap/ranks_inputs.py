@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.rank import device
 from kit.verdict import check_raises
 from specs.fsdp_wrap.models import OUTPUTS, Batch, Block, Trained, gradients, momentum, mse
@@ -19,16 +19,16 @@ TEXTS = [[(3, 2), (1, 7)], [(2, 5), (4, 1)]]
 
 def reader() -> nn.Module:
     """From tokens (samples, length) to (samples, length, 3)."""
-    torch.manual_seed(4)
+    draw.seed(4)
     return nn.Sequential(nn.Embedding(11, 7), Block(7), nn.Linear(7, OUTPUTS))
 
 
 def texts(rank: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(rank)
+    generator = draw.generator(rank)
     return [
         (
-            torch.randint(11, shape, generator=generator).to(device()),
-            torch.randn(*shape, OUTPUTS, generator=generator).to(device()),
+            draw.randint(11, shape, device(), generator),
+            draw.randn(*shape, OUTPUTS, device=device(), generator=generator),
         )
         for shape in TEXTS[rank]
     ]

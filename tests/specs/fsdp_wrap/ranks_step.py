@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from kit import draw
 from kit.rank import device
 from kit.verdict import check, check_raises
 from specs.fsdp_wrap.models import (
@@ -154,7 +155,7 @@ def checkpointed(answer: Any, rank: int, plan: Plan, checkpoint: bool) -> dict[s
     for number, block in enumerate(model.blocks):
         block.norm.register_forward_pre_hook(count(number))  # it begins every forward of the block
     optimizer = answer.wrap(model, mesh(), Block, momentum, checkpoint=checkpoint)
-    torch.manual_seed(8 + rank)
+    draw.seed(8 + rank)
     answer.train_step(model, batches(plan, 0, rank), mse, optimizer)
     return {"gradients": gradients(model), "runs": runs, "names": list(model.state_dict())}
 

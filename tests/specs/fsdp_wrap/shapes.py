@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from specs.fsdp_wrap.models import FEATURES, OUTPUTS, Block, make
 
 Shape = tuple[nn.Module, Any]  # the model and its block_types
@@ -87,8 +88,8 @@ class Tall(nn.Module):
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(rows, width) / rows)
-        self.down = nn.Parameter(torch.randn(rows, width) / rows)
+        self.up = nn.Parameter(draw.randn(rows, width) / rows)
+        self.down = nn.Parameter(draw.randn(rows, width) / rows)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.relu(x @ self.up.T) @ self.down
@@ -165,14 +166,14 @@ class WatchedModel(nn.Module):
 
 
 def nested() -> Shape:
-    torch.manual_seed(4)
+    draw.seed(4)
     layers = [Outer(9), Block(9), Deep(9)]
     return nn.Sequential(nn.Linear(FEATURES, 9), *layers, nn.Linear(9, OUTPUTS)), (Block, Outer)
 
 
 def only_blocks() -> Shape:
     """The root has no parameters of its own."""
-    torch.manual_seed(4)
+    draw.seed(4)
     return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, OUTPUTS)), nn.Linear
 
 
@@ -189,17 +190,17 @@ def frozen_beginning() -> Shape:
 
 
 def a_block_twice() -> Shape:
-    torch.manual_seed(4)
+    draw.seed(4)
     return Twice(), Block
 
 
 def talking() -> Shape:
-    torch.manual_seed(4)
+    draw.seed(4)
     return Talk(), (Talker, Block)
 
 
 def root_of_the_class() -> Shape:
-    torch.manual_seed(4)
+    draw.seed(4)
     inner = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh())
     return nn.Sequential(inner, nn.Linear(9, OUTPUTS)), nn.Sequential
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kit import draw
 from kit.account import Account, account
 from kit.collectives import Collective, collectives
 from kit.ruler import bytes_of, measure
@@ -56,7 +57,7 @@ def tall() -> Shape:
     """Six blocks of 65,488 numbers, 256 KiB each; 4,093 rows are 3 less than 8 x 512, 64 x 64 and
     1,024 x 4.
     """
-    torch.manual_seed(4)
+    draw.seed(4)
     blocks = [Tall(ROWS, COLUMNS) for _ in range(TALL_BLOCKS)]
     return nn.Sequential(nn.Linear(FEATURES, COLUMNS), *blocks, nn.Linear(COLUMNS, OUTPUTS)), Tall
 
@@ -222,7 +223,7 @@ def activations_of_tall() -> int:
 
 def activations_of_wide(samples: int, itemsize: int) -> int:
     """What forward holds of `wide`, in each block its input, what its norm returns with two
-    numbers a sample, and relu's result; and as much as one more block in backward and the loss.
+    numbers a sample, and tanh's result; and as much as one more block in backward and the loss.
     """
     row, hidden = itemsize * samples * WIDE, itemsize * samples * (3 * WIDE + 1)
     block = 2 * rounded(row) + rounded(hidden) + 2 * rounded(4 * samples)

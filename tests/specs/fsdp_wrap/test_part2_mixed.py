@@ -57,7 +57,7 @@ class TestPart2Mixed:
     @pytest.mark.exact
     @pytest.mark.parametrize("shape", ["odd_sizes", "frozen", "nested", "only_blocks"])
     def test_trains_nearly_as_in_float32(self, answer, world, shape):
-        """bfloat16 has 8 bits: 1 / 256 in each number, of which some 3 % come together here."""
+        """bfloat16 has 8 bits: 1 / 256 in each number. Of 150 seeds the worst comes to 2.7 %."""
         got = world.run(answer, ranks_wrap.train, shape, BF16)
         start, want = weights(SHAPES[shape]()[0]), ranks_wrap.alone(shape, len(got))
         moved = {name: value - start[name] for name, value in want.weights.items()}
@@ -68,8 +68,8 @@ class TestPart2Mixed:
                 ("movement of the weights", _distance(mine, moved)),
             ):
                 check(
-                    off < 0.1,
-                    expected=f"{what} on rank {rank} within 10 % of float32's",
+                    off < 0.05,
+                    expected=f"{what} on rank {rank} within 5 % of float32's",
                     got=f"{100 * off:.3g} % off",
                     cause="bfloat16 alone costs less: this is another computation",
                 )
@@ -158,7 +158,7 @@ class TestPart2Mixed:
 
     @pytest.mark.saves
     def test_activations_take_half_the_bytes(self, answer, reference, device):
-        """What a block keeps, with 2 bytes a number: its input, relu's input or result, and what
+        """What a block keeps, with 2 bytes a number: its input, tanh's result, and what
         its norm returns; in backward as much as one block more.
         """
         yours, theirs, plain = (

@@ -145,7 +145,7 @@ class TestPart3TrainStep:
     def test_a_checkpointed_block_keeps_its_input_only(self, answer, reference, device):
         """With B blocks: the activations of one block without checkpoints + B - 1 inputs of blocks.
 
-        A block keeps, plain, some 9 times its input: x, norm(x), and 3 times as wide relu(up).
+        A block keeps, plain, some 9 times its input: x, norm(x), and 3 times as wide tanh(up).
         """
         samples, blocks = 200, 6
 

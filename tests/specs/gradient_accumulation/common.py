@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.ruler import bytes_of, measure
 from kit.toys import mlp
 from kit.verdict import check, fail, show
@@ -21,13 +22,13 @@ def regression(device: torch.device, *sizes: int) -> tuple[nn.Sequential, list[B
 
     The targets of micro-batch n lie around 2 n, so that no two have similar gradients.
     """
-    generator = torch.Generator().manual_seed(3)
+    generator = draw.generator(3)
     batches = [
-        (torch.randn(size, 7, generator=generator), torch.randn(size, 5, generator=generator))
+        (draw.randn(size, 7, generator=generator), draw.randn(size, 5, generator=generator))
         for size in sizes
     ]
-    torch.manual_seed(3)
-    model = mlp(7, 13, 5, device=device)
+    draw.seed(3)
+    model = mlp(7, 13, 5, device=device, activation=nn.Tanh)
     return model, [(x.to(device), y.to(device) + 2 * n) for n, (x, y) in enumerate(batches)]
 
 
@@ -36,7 +37,7 @@ def sequences(device: torch.device) -> tuple[nn.Sequential, list[Batch]]:
     model, _ = regression(device)
     shapes = ((3, 2), (1, 9), (2, 4))
     return model, [
-        (torch.randn(*shape, 7).to(device), torch.randn(*shape, 5).to(device) + 2 * n)
+        (draw.randn(*shape, 7, device=device), draw.randn(*shape, 5, device=device) + 2 * n)
         for n, shape in enumerate(shapes)
     ]
 
@@ -153,8 +154,8 @@ def deep_model(device: torch.device, count: int) -> tuple[nn.Module, list[Batch]
 
     Four hidden layers of 96 are 4 * 256 * 96 * 4 = 0.39 MB; the gradients are a third of that.
     """
-    inputs = torch.randn(count, 256, 24, device=device)
-    targets = torch.randn(count, 256, 8, device=device)
+    inputs = draw.randn(count, 256, 24, device=device)
+    targets = draw.randn(count, 256, 8, device=device)
     model = mlp(24, 96, 96, 96, 96, 8, device=device)
     return model, list(zip(inputs, targets, strict=True))
 

@@ -7,21 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
+from kit.precisions import scaler_for
 from kit.toys import mse
 from specs.gradient_accumulation.common import Batch, LossFn, count_steps, joined
 
 # Rounding of one 16-bit operation; sums of a few hundred products stay within four of them.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
-
-
-def scaler_for(dtype: torch.dtype, device: torch.device, **options: float) -> GradScaler | None:
-    """A scaler with a scale of 64 (unless told otherwise) for float16, None for the others."""
-    if dtype != torch.float16:
-        return None
-    return GradScaler(device.type, **({"init_scale": 64.0} | options))
 
 
 class Epoch:

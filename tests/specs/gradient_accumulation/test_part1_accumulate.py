@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kit import draw
 from kit.ruler import measure
 from kit.toys import mlp, mse
 from kit.verdict import check, check_bar, check_close, check_equal
@@ -128,7 +129,7 @@ class TestPart1Accumulate:
 
         def train(accumulated: bool) -> Tensor:
             _, batches = regression(device, 4, 1, 2)
-            torch.manual_seed(5)
+            draw.seed(5)
             model = mlp(7, 7, 7, 5, device=device)
             model[2].weight = model[0].weight
             model[4].bias.requires_grad_(False)
@@ -219,7 +220,7 @@ class TestPart1Accumulate:
         """
 
         def setup() -> tuple[torch.nn.Module, list[Batch]]:
-            data = torch.randn(5, 3, 128, device=device)
+            data = draw.randn(5, 3, 128, device=device)
             return mlp(*[128] * 9, device=device), [(x, x) for x in data]
 
         model, batches = setup()

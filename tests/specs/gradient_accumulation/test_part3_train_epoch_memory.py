@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from kit.precisions import DTYPES
+from kit import draw
+from kit.precisions import DTYPES, scaler_for
 from kit.ruler import measure
 from kit.toys import mlp, mse
 from kit.verdict import check_bar
@@ -19,7 +20,6 @@ from specs.gradient_accumulation.common import (
     joined,
     one_micro_batch,
 )
-from specs.gradient_accumulation.epochs import scaler_for
 
 
 class TestPart3TrainEpochMemory:
@@ -90,7 +90,7 @@ class TestPart3TrainEpochMemory:
             return peak_of(module, *setup(), 5, dtype)
 
         def setup() -> tuple[nn.Module, list[Batch]]:
-            data = torch.randn(5, 3, 64, device=device)
+            data = draw.randn(5, 3, 64, device=device)
             return mlp(*[64] * 25, device=device), [(x, x) for x in data]
 
         model, batches = setup()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.precisions import DTYPES
+from kit.precisions import DTYPES, scaler_for
 from kit.toys import mse
 from kit.verdict import check, check_close, check_equal, check_raises, show
 from specs.gradient_accumulation.common import (
@@ -22,7 +22,7 @@ from specs.gradient_accumulation.common import (
     joined,
     regression,
 )
-from specs.gradient_accumulation.epochs import TOLERANCE, Epoch, scaler_for, spoil
+from specs.gradient_accumulation.epochs import TOLERANCE, Epoch, spoil
 
 # The last micro-batch, and what the message must hold of its lengths.
 BAD_BATCHES = {

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kit import draw
 from specs.gradient_accumulation.common import Batch
 
 CLASSES = 5
@@ -17,7 +18,7 @@ UNEQUAL = ((3, 4, 12), (2, 5, 6), (1, 9, 3), (4, 3, 1))
 
 def language_model(device: torch.device | str) -> nn.Sequential:
     """From (samples, length) to logits (samples, length, 5), each token by itself."""
-    torch.manual_seed(4)
+    draw.seed(4)
     return nn.Sequential(nn.Embedding(8, 6), nn.Tanh(), nn.Linear(6, CLASSES)).to(device)
 
 
@@ -32,14 +33,14 @@ def labelled(
     Micro-batch n has tokens from n to n + 3 only, so that no two have similar gradients. Pairs are
     lists, as DataLoader's are. Targets are a slice of a wider tensor, which view(-1) does not take.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draw.generator(seed)
     classes = torch.tensor([label for label in range(CLASSES) if label != ignore_index])
     batches = []
     for number, (samples, length, labels) in enumerate(shapes):
-        inputs = torch.randint(4, (samples, length), generator=generator) + number % 5
+        inputs = draw.randint(4, (samples, length), generator=generator) + number % 5
         targets = torch.full((samples * length,), ignore_index)
         places = torch.randperm(samples * length, generator=generator)[:labels]
-        targets[places] = classes[torch.randint(len(classes), (labels,), generator=generator)]
+        targets[places] = classes[draw.randint(len(classes), (labels,), generator=generator)]
         wider = F.pad(targets.view(samples, length), (1, 0)).to(device)
         batches.append([inputs.to(device), wider[:, 1:]])
     return batches
@@ -62,20 +63,20 @@ def window_loss(model: nn.Module, batches: Sequence[Batch], ignore_index: int = 
 
 
 def wide_model(device: torch.device) -> nn.Module:
-    torch.manual_seed(4)
+    draw.seed(4)
     return nn.Sequential(nn.Embedding(64, 24), nn.Linear(24, 512)).to(device)
 
 
 def deep_language_model(device: torch.device) -> nn.Module:
     """Gradients are nearly all that it needs for a few tokens: 12 weights of 64 x 64."""
-    torch.manual_seed(4)
+    draw.seed(4)
     layers = [nn.Linear(64, 64) for _ in range(10)]
     return nn.Sequential(nn.Embedding(64, 64), *layers, nn.Linear(64, 64)).to(device)
 
 
 def many_tokens(device: torch.device, count: int) -> list[Batch]:
     """Micro-batches of (4, 96) tokens, every third of them without a label."""
-    inputs = torch.randint(64, (count, 4, 96), device=device)
-    targets = torch.randint(512, (count, 4, 96), device=device)
+    inputs = draw.randint(64, (count, 4, 96), device=device)
+    targets = draw.randint(512, (count, 4, 96), device=device)
     targets[..., ::3] = -100
     return list(zip(inputs, targets, strict=True))

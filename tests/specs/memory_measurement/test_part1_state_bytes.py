@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kit import draw
 from kit.toys import mlp
 from kit.verdict import check_bar, check_equal, check_raises
 
@@ -35,7 +36,7 @@ class TestPart1StateBytes:
         """P = 7*11 + 11 + 11*3 + 3 floats of 4 bytes; gradients and momentum are one P each."""
         model = mlp(7, 11, 3, device=device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model(torch.randn(5, 7, device=device)).sum().backward()
+        model(draw.randn(5, 7, device=device)).sum().backward()
         optimizer.step()
         size = 4 * (7 * 11 + 11 + 11 * 3 + 3)
         got = answer.state_bytes(model, optimizer)
@@ -49,11 +50,11 @@ class TestPart1StateBytes:
     @pytest.mark.works
     def test_adam_has_no_state_before_its_first_step_and_two_moments_after(self, answer, device):
         """Two moments of P, and one float32 step counter for each of the two parameters."""
-        model = nn.Linear(13, 5, device=device)
+        model = nn.Linear(13, 5).to(device)
         optimizer = torch.optim.Adam(model.parameters())
         before = answer.state_bytes(model, optimizer).optimizer
         check_equal(before, 0, "optimizer bytes before the first step", cause=_guess)
-        model(torch.randn(3, 13, device=device)).sum().backward()
+        model(draw.randn(3, 13, device=device)).sum().backward()
         optimizer.step()
         after = answer.state_bytes(model, optimizer).optimizer
         want = 2 * 4 * (13 * 5 + 5) + 2 * 4
@@ -61,7 +62,7 @@ class TestPart1StateBytes:
 
     @pytest.mark.exact
     def test_counts_each_dtype_at_its_own_size(self, answer, device):
-        model = nn.Linear(9, 4, device=device, dtype=torch.bfloat16)
+        model = nn.Linear(9, 4, dtype=torch.bfloat16).to(device)
         model.register_buffer("mask", torch.zeros(17, dtype=torch.bool, device=device))
         model.register_buffer("ids", torch.zeros(5, dtype=torch.int64, device=device))
         got = answer.state_bytes(model)
@@ -103,7 +104,7 @@ class TestPart1StateBytes:
     @pytest.mark.exact
     def test_counts_a_storage_under_one_kind_only(self, answer, device):
         """DDP and fused optimizers keep gradients as views into one flat buffer."""
-        model = nn.Linear(8, 4, bias=False, device=device)
+        model = nn.Linear(8, 4, bias=False).to(device)
         model.register_buffer("flat", torch.zeros(40, device=device))
         model.weight.grad = model.flat[:32].view(4, 8)
         check_equal(
@@ -118,7 +119,7 @@ class TestPart1StateBytes:
         """zero_grad(set_to_none=True) frees P bytes, set_to_none=False none: bar 0 against P."""
         model = mlp(16, 64, 8, device=device)
         size = 4 * (16 * 64 + 64 + 64 * 8 + 8)
-        model(torch.randn(2, 16, device=device)).sum().backward()
+        model(draw.randn(2, 16, device=device)).sum().backward()
         model.zero_grad(set_to_none=False)
         zeroed = answer.state_bytes(model).gradients
         check_equal(zeroed, size, "bytes of zeroed gradients", cause="zeros are memory too")
@@ -134,7 +135,7 @@ class TestPart1StateBytes:
 
     @pytest.mark.survives
     def test_counts_frozen_parameters_and_hidden_buffers(self, answer, device):
-        model = nn.Linear(5, 3, device=device).requires_grad_(False)
+        model = nn.Linear(5, 3).to(device).requires_grad_(False)
         model.register_buffer("cache", torch.zeros(11, device=device), persistent=False)
         got = answer.state_bytes(model)
         check_equal(
@@ -146,7 +147,7 @@ class TestPart1StateBytes:
 
     @pytest.mark.survives
     def test_finds_optimizer_state_however_deep(self, answer, device):
-        optimizer = History(nn.Linear(2, 2, bias=False, device=device).parameters())
+        optimizer = History(nn.Linear(2, 2, bias=False).to(device).parameters())
         optimizer.step()
         check_equal(
             answer.state_bytes(nn.ReLU(), optimizer).optimizer,
@@ -170,7 +171,7 @@ class TestPart1StateBytes:
     @pytest.mark.survives
     def test_knows_a_storage_by_itself_not_by_where_a_view_starts(self, answer, device):
         """Two views of one flat buffer start at two addresses; meta tensors all start at 0."""
-        model = nn.Linear(8, 4, device=device)
+        model = nn.Linear(8, 4).to(device)
         flat = torch.zeros(36, device=device)
         model.weight.grad, model.bias.grad = flat[:32].view(4, 8), flat[32:]
         cause = "data_ptr() of the tensor tells where a view starts, not whose memory it is"
@@ -182,7 +183,7 @@ class TestPart1StateBytes:
 
     @pytest.mark.survives
     def test_counts_state_that_is_a_gradient_once_and_no_hyperparameters(self, answer, device):
-        model = nn.Linear(8, 4, bias=False, device=device)
+        model = nn.Linear(8, 4, bias=False).to(device)
         optimizer = History(model.parameters())
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.state[model.weight] = {"last": model.weight.grad, "own": torch.zeros(3)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from kit import draw
 from kit.toys import mlp
 from kit.verdict import check, check_bar, check_close, check_equal, check_raises, fail
 
@@ -25,7 +26,7 @@ class TestPart2SavedBytes:
     def test_counts_what_an_mlp_saves(self, answer, device):
         """The input (11 x 7) for the first weight, the ReLU's result (11 x 13) for the second."""
         model = mlp(7, 13, 5, device=device)
-        x = torch.randn(11, 7, device=device)
+        x = draw.randn(11, 7, device=device)
         check_equal(
             answer.saved_bytes(lambda: model(x), model),
             4 * 11 * (7 + 13),
@@ -36,9 +37,9 @@ class TestPart2SavedBytes:
     @pytest.mark.exact
     def test_counts_a_storage_once_and_in_full(self, answer, device):
         """sigmoid and three products save one result; a saved column keeps the whole table."""
-        x = torch.randn(10, device=device, requires_grad=True)
-        w = torch.randn(6, device=device, requires_grad=True)
-        table = torch.randn(6, 50, device=device)
+        x = draw.randn(10, device=device, requires_grad=True)
+        w = draw.randn(6, device=device, requires_grad=True)
+        table = draw.randn(6, 50, device=device)
 
         def forward() -> list[Tensor]:
             y = x.sigmoid()
@@ -56,9 +57,9 @@ class TestPart2SavedBytes:
     @pytest.mark.exact
     def test_counts_saved_masks_and_indices_at_their_own_size(self, answer, device):
         """masked_fill saves a bool mask (1 byte each), index_select int64 indices (8 bytes)."""
-        x = torch.randn(4, 9, device=device, requires_grad=True)
-        mask = torch.rand(4, 9, device=device) < 0.5
-        index = torch.randint(4, (7,), device=device)
+        x = draw.randn(4, 9, device=device, requires_grad=True)
+        mask = draw.rand(4, 9, device=device) < 0.5
+        index = draw.randint(4, (7,), device=device)
         check_equal(
             answer.saved_bytes(
                 lambda: x.masked_fill(mask, 0.0).index_select(0, index), nn.Module()
@@ -72,7 +73,7 @@ class TestPart2SavedBytes:
     def test_never_counts_parameters_or_buffers(self, answer, device):
         """Linear saves its weight as a transposed view, batch norm its running statistics."""
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(device)
-        x = torch.randn(5, 6, device=device, requires_grad=True)
+        x = draw.randn(5, 6, device=device, requires_grad=True)
         model[2].requires_grad_(False)
         # x for the first weight; batch norm's input and its two saved statistics of 8 (the second
         # Linear is frozen, so its input is not saved, but its weight is)
@@ -88,7 +89,7 @@ class TestPart2SavedBytes:
     def test_shows_what_checkpointing_saves(self, answer, reference, device):
         """Per block a checkpoint holds its input only: bar = blocks x one input."""
         blocks = nn.ModuleList(mlp(32, 128, 32, device=device) for _ in range(5))
-        x = torch.randn(24, 32, device=device, requires_grad=True)
+        x = draw.randn(24, 32, device=device, requires_grad=True)
 
         def forward(remat: bool) -> Tensor:
             y = x
@@ -118,7 +119,7 @@ class TestPart2SavedBytes:
 
     @pytest.mark.survives
     def test_does_not_count_a_graph_that_is_dropped_on_the_way(self, answer, device):
-        x = torch.randn(64, device=device, requires_grad=True)
+        x = draw.randn(64, device=device, requires_grad=True)
 
         def forward() -> Tensor:
             x.exp().sum().item()  # a metric that somebody forgot to detach
@@ -133,7 +134,7 @@ class TestPart2SavedBytes:
 
     @pytest.mark.survives
     def test_sees_a_result_of_any_shape_and_nothing_without_a_graph(self, answer, device):
-        x = torch.randn(16, device=device, requires_grad=True)
+        x = draw.randn(16, device=device, requires_grad=True)
         got = answer.saved_bytes(lambda: {"out": (x.exp(), None)}, nn.Module())
         check_equal(got, 64, "saved bytes", cause="the result is expected to be one tensor")
         with torch.no_grad():
@@ -143,7 +144,7 @@ class TestPart2SavedBytes:
     @pytest.mark.survives
     def test_runs_the_forward_once_and_lets_the_caller_go_backward(self, answer, device):
         """The pack hook must not change what backward reads."""
-        x = torch.randn(12, device=device, requires_grad=True)
+        x = draw.randn(12, device=device, requires_grad=True)
         runs: list[Tensor] = []
         answer.saved_bytes(lambda: runs.append(x.exp() * x), nn.Module())
         check_equal(len(runs), 1, "runs of forward", cause="forward runs again for a second look")
@@ -175,7 +176,7 @@ class TestPart2SavedBytes:
     @pytest.mark.survives
     def test_lets_go_of_the_graph_afterwards(self, answer, device):
         """The documentation of saved_tensors_hooks warns of the cycle: pack must not keep x."""
-        x = torch.randn(32, device=device, requires_grad=True)
+        x = draw.randn(32, device=device, requires_grad=True)
         storages: list[weakref.ref[object]] = []
 
         def forward() -> Tensor:
@@ -206,10 +207,10 @@ class TestPart2SavedBytes:
     @pytest.mark.survives
     def test_knows_a_storage_by_itself_not_by_an_address_in_it(self, answer, device):
         """Halves of one weight, halves of one table: each half starts at an address of its own."""
-        model = nn.Linear(6, 8, bias=False, device=device)
-        x = torch.randn(5, 6, device=device, requires_grad=True)
-        table = torch.randn(16, device=device)
-        scale = torch.randn(8, device=device, requires_grad=True)
+        model = nn.Linear(6, 8, bias=False).to(device)
+        x = draw.randn(5, 6, device=device, requires_grad=True)
+        table = draw.randn(16, device=device)
+        scale = draw.randn(8, device=device, requires_grad=True)
         got = answer.saved_bytes(lambda: [F.linear(x, w) for w in model.weight.chunk(2)], model)
         cause = "data_ptr() of the tensor tells where a view starts, not whose memory it is"
         check_equal(got, 4 * 30, "saved bytes of x, with a weight in two halves", cause=cause)
@@ -219,7 +220,7 @@ class TestPart2SavedBytes:
     @pytest.mark.survives
     def test_does_not_count_what_lives_for_another_reason(self, answer, device):
         """x itself was saved by a graph that is gone; x lives on, but no graph holds it."""
-        x = torch.randn(64, device=device, requires_grad=True)
+        x = draw.randn(64, device=device, requires_grad=True)
 
         def forward() -> Tensor:
             x.square().sum().item()

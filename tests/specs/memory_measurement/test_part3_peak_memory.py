@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from kit import draw
 from kit.ruler import bytes_of, measure
 from kit.toys import Block, mlp
 from kit.verdict import check, check_bar, check_close, check_equal, check_raises
@@ -20,7 +21,7 @@ KIB = 1024
 def _two_layers(device: torch.device, batch: int = 96) -> tuple[nn.Module, Tensor, list[Tensor]]:
     """A model, its input, and all tensors alive before a step."""
     model = mlp(128, 384, 128, device=device)
-    x = torch.randn(batch, 128, device=device)
+    x = draw.randn(batch, 128, device=device)
     model(x).sum().backward()  # cuBLAS takes its workspace once
     model.zero_grad()
     return model, x, [x, *model.parameters()]
@@ -120,7 +121,7 @@ class TestPart3PeakMemory:
             ),
             "attention": lambda: Block(width, heads=6),
         }[kind]().to(device)
-        x = torch.randn(7, 80, width, device=device)
+        x = draw.randn(7, 80, width, device=device)
 
         def step() -> None:
             model.zero_grad()
@@ -155,7 +156,7 @@ class TestPart3PeakMemory:
         that size) + gradients of the parameters. The plain peak is over it.
         """
         blocks = nn.ModuleList(mlp(32, 256, 32, device=device) for _ in range(6))
-        x = torch.randn(256, 32, device=device, requires_grad=True)
+        x = draw.randn(256, 32, device=device, requires_grad=True)
         existing = [x, *blocks.parameters()]
 
         def step(remat: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kit import draw
 from kit.toys import mlp
 from kit.verdict import check_bar, check_close, check_equal, check_raises
 
@@ -80,7 +81,7 @@ class TestPart4TrainingBytes:
             "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
             "adam": lambda p: torch.optim.Adam(p),
         }[recipe](model.parameters())
-        model(torch.randn(2, 9, device=device)).sum().backward()
+        model(draw.randn(2, 9, device=device)).sum().backward()
         optimizer.step()
         state = [t for s in optimizer.state.values() for t in s.values() if t is not None]
         held = [*model.parameters(), *[p.grad for p in model.parameters()]]

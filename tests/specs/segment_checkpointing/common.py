@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.ruler import measure
 from kit.toys import mlp
 from kit.verdict import check, check_equal
@@ -33,7 +34,7 @@ def chain(
     count: int, device: torch.device, *, width: int = 5, dropout: float = 0.25
 ) -> tuple[list[nn.Module], list[int]]:
     """`count` layers, the same ones each time, and the list in which they note that they ran."""
-    torch.manual_seed(11)
+    draw.seed(11)
     log: list[int] = []
     return [Layer(number, log, width, dropout).to(device) for number in range(count)], log
 
@@ -99,12 +100,12 @@ def run(step: Callable[[], Tensor], leaves: Mapping[str, Tensor]) -> Run:
     """Seed, and `step()`, which runs backward and returns the loss."""
     for leaf in leaves.values():
         leaf.grad = None
-    torch.manual_seed(29)
+    draw.seed(29)
     value = step()
     grads = {name: leaf.grad for name, leaf in leaves.items()}
     device = next(iter(leaves.values())).device
     loss = value.detach() if isinstance(value, Tensor) else value
-    return Run(loss, grads, torch.rand(3, device=device))
+    return Run(loss, grads, draw.next_random(device))
 
 
 def _backward(loss: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ def zero_grads(*things: nn.Module | Tensor) -> list[nn.Module | Tensor]:
 
 def wide_blocks(count: int, device: torch.device) -> nn.ModuleList:
     """Blocks whose inside is eight times their input; the first dimension is large."""
-    torch.manual_seed(11)
+    draw.seed(11)
     return nn.ModuleList(mlp(32, 256, 32, device=device) for _ in range(count))
 
 
@@ -163,8 +164,8 @@ def big_chain(count: int, device: torch.device) -> nn.ModuleList:
 
 def big_input(device: torch.device) -> Tensor:
     """(rows, width), so large that activations outweigh everything else."""
-    torch.manual_seed(5)
-    return torch.randn(*_shape(device), device=device, requires_grad=True)
+    draw.seed(5)
+    return draw.randn(*_shape(device), device=device, requires_grad=True)
 
 
 def _shape(device: torch.device) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.ruler import measure
 from kit.toys import mlp
 from kit.verdict import check, check_bar, check_equal
@@ -58,7 +59,7 @@ def _unused(device: torch.device) -> Case:
 
 
 def _tied(device: torch.device) -> Case:
-    layer, x = nn.Linear(7, 7, device=device), _leaf(11, 7, device=device)
+    layer, x = nn.Linear(7, 7).to(device), _leaf(11, 7, device=device)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     return lambda call: loss_of(call(model, x)), {"x": x, **dict(layer.named_parameters())}
 
@@ -70,7 +71,7 @@ def _frozen(device: torch.device) -> Case:
 
 
 def _in_a_row(device: torch.device) -> Case:
-    layers, x = [nn.Linear(7, 7, device=device) for _ in range(4)], _leaf(11, 7, device=device)
+    layers, x = [nn.Linear(7, 7).to(device) for _ in range(4)], _leaf(11, 7, device=device)
 
     def loss(call: Call) -> Tensor:
         out = call(layers[1], layers[0](x).tanh())
@@ -80,7 +81,7 @@ def _in_a_row(device: torch.device) -> Case:
 
 
 def _used_outside_too(device: torch.device) -> Case:
-    layer, x = nn.Linear(7, 7, device=device), _leaf(11, 7, device=device)
+    layer, x = nn.Linear(7, 7).to(device), _leaf(11, 7, device=device)
     return (
         lambda call: loss_of(x + call(lambda a: layer(a).tanh(), x)) + layer.weight.square().sum(),
         {"x": x, **dict(layer.named_parameters())},
@@ -89,7 +90,7 @@ def _used_outside_too(device: torch.device) -> Case:
 
 def _many(device: torch.device) -> Case:
     """test_checkpointing of torch's test_autograd: one module, many checkpoints in one graph."""
-    layer, x = nn.Linear(1, 3, device=device), _leaf(40, 1, device=device)
+    layer, x = nn.Linear(1, 3).to(device), _leaf(40, 1, device=device)
     return (
         lambda call: loss_of(torch.stack([call(lambda a: layer(a).exp(), row) for row in x])),
         {"x": x},
@@ -111,7 +112,7 @@ CASES = {
 
 
 def _leaf(*shape: int, device: torch.device) -> Tensor:
-    return torch.randn(*shape, device=device).requires_grad_()
+    return draw.randn(*shape, device=device).requires_grad_()
 
 
 class TestPart1Checkpoint:
@@ -149,7 +150,7 @@ class TestPart1Checkpoint:
 
         test_checkpoint and test_checkpointing_without_reentrant_correct_grad of torch's tests.
         """
-        torch.manual_seed(3)
+        draw.seed(3)
         loss, leaves = case(device)
         want = train(lambda: loss(plain_call), leaves)
         check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=_values)
@@ -162,10 +163,10 @@ class TestPart1Checkpoint:
         Behaviour: test_checkpointing_without_reentrant[input_requires_grad=False] of torch.
         """
         if kind == "numbers":
-            model, x = mlp(7, 13, 5, device=device), torch.randn(11, 7, device=device)
+            model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device)
         else:
             model = nn.Sequential(nn.Embedding(17, 7), nn.Tanh()).to(device)
-            x = torch.randint(17, (4, 3), device=device)
+            x = draw.randint(17, (4, 3), device=device)
         out = answer.checkpoint(model, x)
         check(out.requires_grad, expected="an output with a graph", got="none", cause=_anchor)
         leaves = dict(model.named_parameters())
@@ -193,7 +194,7 @@ class TestPart1Checkpoint:
         Bar: the argument + 8 KiB for the loss, a random state, and what the answer needs of that
         kind. The output is of another size, 24 KiB, and `sum` does not need it.
         """
-        model, x = mlp(32, 256, 48, device=device), torch.randn(128, 32, device=device)
+        model, x = mlp(32, 256, 48, device=device), draw.randn(128, 32, device=device)
         x.requires_grad_()
 
         def held(call: Call) -> int:
@@ -250,7 +251,7 @@ class TestPart1Checkpoint:
 
         Bar: the output + 8 KiB. The argument has 32 KiB.
         """
-        model, x = mlp(32, 64, 48, device=device), torch.randn(256, 32, device=device)
+        model, x = mlp(32, 64, 48, device=device), draw.randn(256, 32, device=device)
         known = zero_grads(model, x.requires_grad_())
 
         def left(call: Call) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.toys import mlp
 from kit.verdict import check, check_equal, fail
 from specs.segment_checkpointing.common import chain, check_same, loss_of, train
@@ -38,10 +39,10 @@ class TestPart1CheckpointTraps:
     def test_without_gradients_it_is_the_plain_call(self, answer, device, mode):
         layers, log = chain(1, device)
         with mode():
-            x = torch.randn(3, 5, device=device)
-            torch.manual_seed(1)
+            x = draw.randn(3, 5, device=device)
+            draw.seed(1)
             out = answer.checkpoint(layers[0], x)
-            torch.manual_seed(1)
+            draw.seed(1)
             want = layers[0](x)
         cause = f"torch.{mode.__name__}() is not asked for"
         check_equal(out, want, "output", cause=cause)
@@ -56,9 +57,9 @@ class TestPart1CheckpointTraps:
         Behaviour: test_checkpointing_without_reentrant_detached_tensor of torch's test_autograd,
         whose reentrant form raises "none of output has requires_grad=True".
         """
-        torch.manual_seed(3)
-        body, head = mlp(7, 13, 5, device=device), nn.Linear(5, 2, device=device)
-        x = torch.randn(11, 7, device=device)
+        draw.seed(3)
+        body, head = mlp(7, 13, 5, device=device), nn.Linear(5, 2).to(device)
+        x = draw.randn(11, 7, device=device)
         function: Callable[[Tensor], Tensor] = body
         if where == "all_frozen":
             body.requires_grad_(False)
@@ -90,9 +91,9 @@ class TestPart1CheckpointTraps:
         Behaviour: test_checkpoint_valid and test_checkpoint_valid_reset_on_error of torch's tests:
         the next backward pass is as good as ever.
         """
-        torch.manual_seed(3)
+        draw.seed(3)
         model = mlp(7, 13, 5, device=device)
-        x = torch.randn(11, 7, device=device, requires_grad=True)
+        x = draw.randn(11, 7, device=device, requires_grad=True)
         leaves = {"x": x, **dict(model.named_parameters())}
         want = train(lambda: loss_of(model(x)), leaves)
         model.zero_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.verdict import check, check_close, check_equal
 from specs.segment_checkpointing.common import (
     Layer,
@@ -53,7 +54,7 @@ class TestPart2SecondRun:
     def test_arguments_and_outputs_may_be_anything(self, answer, device):
         """Behaviours: test_checkpoint_non_tensor, test_checkpoint_non_tensor_inputs_outputs and
         test_nested_checkpoint_non_tensor_inputs_and_outputs of torch's tests."""
-        a, b = (torch.randn(5, device=device, requires_grad=True) for _ in range(2))
+        a, b = (draw.randn(5, device=device, requires_grad=True) for _ in range(2))
         which = torch.tensor([3, 1, 3], device=device)
 
         def loss(call: Callable[..., tuple]) -> Tensor:
@@ -90,12 +91,12 @@ class TestPart2SecondRun:
         One module, twice: each run has a random state of its own.
         """
         layer = Layer(0, [], 5, dropout=0.4).to(device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
 
         def loss(call: Callable[..., Tensor]) -> Tensor:
             out = call(layer, torch.nn.functional.dropout(x, 0.3))
             out = loss_of(call(layer, out))
-            torch.rand(draws, device=device)
+            draw.next_random(device, draws)
             return out
 
         leaves = {"x": x, **dict(layer.named_parameters())}
@@ -105,12 +106,12 @@ class TestPart2SecondRun:
     @pytest.mark.exact
     def test_the_random_stream_goes_on_as_if_nothing_ran_twice(self, answer, device):
         layers, _ = chain(3, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         between: list[Tensor] = []
 
         def loss(call: Callable[..., Tensor]) -> Tensor:
             out = layers[2](call(layers[1], call(layers[0], x)))
-            between.append(torch.rand(3, device=device))
+            between.append(draw.next_random(device))
             return loss_of(out)
 
         want = train(lambda: loss(plain_call), {"x": x})
@@ -126,12 +127,12 @@ class TestPart2SecondRun:
         """Behaviour: test_checkpoint_rng_gpu of torch's test_utils."""
         device = torch.device("cuda")
         layers, _ = chain(2, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
 
         def loss(call: Callable[..., Tensor]) -> Tensor:
             out = loss_of(call(layers[1], call(layers[0], x)))
-            torch.rand(3, device=device)
+            draw.next_random(device)
             return out
 
         want = train(lambda: loss(plain_call), leaves)
@@ -149,7 +150,7 @@ class TestPart2SecondRun:
         A wrong dtype changes the gradients by some 0.5 % only, hence the dtypes and the bits.
         """
         before, model = nn.Linear(7, 7).to(device), _Caster().to(device)
-        x = torch.randn(11, 7, device=device, requires_grad=True)
+        x = draw.randn(11, 7, device=device, requires_grad=True)
         leaves = {"x": x, **named([before, model])}
 
         def loss(call: Callable[..., Tensor]) -> Tensor:
@@ -167,7 +168,7 @@ class TestPart2SecondRun:
     @pytest.mark.exact
     def test_runs_again_without_autocast_where_it_was_off(self, answer, device):
         model = _Caster().to(device)
-        x = torch.randn(11, 7, device=device, requires_grad=True)
+        x = draw.randn(11, 7, device=device, requires_grad=True)
         with torch.autocast(device.type, torch.bfloat16):
             with torch.autocast(device.type, enabled=False):
                 loss = loss_of(answer.checkpoint(model, x))
@@ -180,8 +181,8 @@ class TestPart2SecondRun:
         self, answer, device
     ):
         """In float32 inside an autocast block: its backward pass is in float32 too."""
-        outer, inner = (nn.Linear(7, 7, device=device) for _ in range(2))
-        x = torch.randn(11, 7, device=device, requires_grad=True)
+        outer, inner = (nn.Linear(7, 7).to(device) for _ in range(2))
+        x = draw.randn(11, 7, device=device, requires_grad=True)
         leaves = {"x": x, **named([outer, inner])}
 
         def function(t: Tensor) -> Tensor:
@@ -204,8 +205,8 @@ class TestPart2SecondRun:
         In torch 2.6 autocast finds the copy of the weight that the first run has cast without a
         graph (pytorch#112583). Held to the float32 gradient, within bfloat16's precision.
         """
-        layer = nn.Linear(7, 7, device=device)
-        x = torch.randn(11, 7, device=device, requires_grad=True)
+        layer = nn.Linear(7, 7).to(device)
+        x = draw.randn(11, 7, device=device, requires_grad=True)
         leaves = {"x": x, **dict(layer.named_parameters())}
         want = train(lambda: loss_of(layer(layer(x))), leaves)
 
@@ -235,8 +236,8 @@ class TestPart2SecondRun:
 
         A run that casts at each use, as with cache_enabled=False, adds them in float32.
         """
-        layer = nn.Linear(33, 33, device=device)
-        x = torch.randn(17, 33, device=device, requires_grad=True)
+        layer = nn.Linear(33, 33).to(device)
+        x = draw.randn(17, 33, device=device, requires_grad=True)
         leaves = {"x": x, **dict(layer.named_parameters())}
 
         def loss(call: Callable[..., Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.verdict import check_bar, check_equal
 from specs.segment_checkpointing.common import (
     big_chain,
@@ -81,8 +82,8 @@ class TestPart2SecondRunOutputs:
     @pytest.mark.exact
     def test_an_output_may_be_a_parameter_or_a_buffer(self, answer, device):
         """As it leaves the function, and it stays a leaf: training goes on with it."""
-        weight = torch.randn(5, device=device, requires_grad=True)
-        x, fixed = torch.randn(3, 5, device=device, requires_grad=True), torch.rand(5).to(device)
+        weight = draw.randn(5, device=device, requires_grad=True)
+        x, fixed = draw.randn(3, 5, device=device, requires_grad=True), draw.rand(5, device=device)
 
         def loss(call: Callable[..., tuple[Tensor, ...]]) -> Tensor:
             out, kept, mask = call(lambda t: ((t * weight).exp(), weight, fixed), x)
@@ -99,7 +100,7 @@ class TestPart2SecondRunOutputs:
     def test_a_checkpoint_may_stand_inside_another(self, answer, device):
         """Behaviours: test_nested_checkpoint and _two_children of torch's test_autograd."""
         layers, _ = chain(6, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
 
         def loss(call: Callable[..., Tensor]) -> Tensor:
             def inner(y: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ class TestPart2SecondRunOutputs:
         test_nested_checkpoint_reentrant_backwards of its test_autograd.
         """
         layers, _ = chain(2, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
 
         def both(y: Tensor) -> tuple[Tensor, Tensor]:

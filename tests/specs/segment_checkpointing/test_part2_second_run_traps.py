@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.verdict import check_equal, check_raises, fail
 from specs.segment_checkpointing.common import check_same, loss_of, train
 
@@ -28,8 +29,8 @@ class TestPart2SecondRunTraps:
     @pytest.mark.parametrize("which", CHANGED)
     def test_refuses_an_argument_that_was_changed_since(self, answer, device, which):
         """The second run would compute the gradients of another function."""
-        x = torch.randn(5, device=device, requires_grad=True)
-        h, mask, index = x * 1, torch.rand(5, device=device), torch.arange(3, device=device)
+        x = draw.randn(5, device=device, requires_grad=True)
+        h, mask, index = x * 1, draw.rand(5, device=device), torch.arange(3, device=device)
         loss = answer.checkpoint(lambda a, b, i: (a * b).exp()[i], h, mask, index).sum()
         with torch.no_grad():
             _changed(which, h, mask, index).add_(1)
@@ -40,8 +41,8 @@ class TestPart2SecondRunTraps:
     @pytest.mark.parametrize("which", CHANGED)
     def test_refuses_a_function_that_changes_its_argument(self, answer, device, which):
         """relu_() on the input, and the second run starts where the first has ended."""
-        x = torch.randn(5, device=device, requires_grad=True)
-        h, mask, index = x * 1, torch.rand(5, device=device), torch.arange(3, device=device)
+        x = draw.randn(5, device=device, requires_grad=True)
+        h, mask, index = x * 1, draw.rand(5, device=device), torch.arange(3, device=device)
 
         def function(a: Tensor, b: Tensor, i: Tensor) -> Tensor:
             _changed(which, a, b, i).add_(1)
@@ -53,7 +54,7 @@ class TestPart2SecondRunTraps:
 
     @pytest.mark.survives
     def test_a_function_may_change_its_own_tensors_in_place(self, answer, device):
-        layer, x = nn.Linear(5, 5, device=device), torch.randn(3, 5, device=device)
+        layer, x = nn.Linear(5, 5).to(device), draw.randn(3, 5, device=device)
         leaves = {"x": x.requires_grad_(), **dict(layer.named_parameters())}
 
         def function(a: Tensor) -> Tensor:
@@ -66,8 +67,8 @@ class TestPart2SecondRunTraps:
     @pytest.mark.survives
     def test_an_error_in_the_second_run_leaves_the_random_state_as_it_was(self, answer, device):
         """The random stream goes on, and the next checkpoint works."""
-        layer, runs = nn.Linear(5, 5, device=device), []
-        x = torch.randn(3, 5, device=device, requires_grad=True)
+        layer, runs = nn.Linear(5, 5).to(device), []
+        x = draw.randn(3, 5, device=device, requires_grad=True)
 
         def function(a: Tensor) -> Tensor:
             runs.append(1)
@@ -77,9 +78,9 @@ class TestPart2SecondRunTraps:
             return out.exp()
 
         loss = loss_of(answer.checkpoint(function, x))
-        torch.manual_seed(8)
-        want = torch.rand(3, device=device)
-        torch.manual_seed(8)
+        draw.seed(8)
+        want = draw.next_random(device)
+        draw.seed(8)
         check_raises(
             loss.backward,
             KeyError,
@@ -87,7 +88,7 @@ class TestPart2SecondRunTraps:
             when="which is what the function raised in its second run",
         )
         cause = "what is set for the second run is not put back when it fails: use `with`"
-        check_equal(torch.rand(3, device=device), want, "the next random numbers", cause=cause)
+        check_equal(draw.next_random(device), want, "the next random numbers", cause=cause)
         leaves = {"x": x, **dict(layer.named_parameters())}
         want_run = train(lambda: loss_of(function(x)), leaves)
         got = train(lambda: loss_of(answer.checkpoint(function, x)), leaves)
@@ -97,8 +98,8 @@ class TestPart2SecondRunTraps:
     def test_integers_and_tensors_without_gradient_get_none(self, answer, device):
         """Behaviours: test_checkpoint_partial_grad and test_checkpoint_no_tensors of torch's
         test_utils."""
-        x = torch.randn(4, 5, device=device, requires_grad=True)
-        fixed, which = torch.randn(5, device=device), torch.tensor([2, 0], device=device)
+        x = draw.randn(4, 5, device=device, requires_grad=True)
+        fixed, which = draw.randn(5, device=device), torch.tensor([2, 0], device=device)
         mask = torch.tensor([True, False, True, True, False], device=device)
 
         def function(a: Tensor, b: Tensor, c: Tensor, d: Tensor, times: float) -> Tensor:

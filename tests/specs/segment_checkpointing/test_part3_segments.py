@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torchs_own
 
+from kit import draw
 from kit.toys import mlp
 from kit.verdict import check, check_bar, check_equal, check_raises
 from specs.segment_checkpointing.common import (
@@ -48,7 +49,7 @@ class TestPart3Segments:
         """With dropout. Behaviours: test_checkpoint (through checkpoint_sequential) and
         test_checkpoint_module_list of torch's test_utils."""
         layers, _ = chain(count, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
         want = train(lambda: loss_of(plain(layers, x)), leaves)
         got = train(lambda: loss_of(answer.run_in_segments(layers, x, segments)), leaves)
@@ -61,7 +62,7 @@ class TestPart3Segments:
     @pytest.mark.works
     def test_segments_are_not_torchs_own(self, answer, device):
         layers, _ = chain(7, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         check_not_torchs_own(lambda: loss_of(answer.run_in_segments(layers, x, 3)).backward())
 
     @pytest.mark.works
@@ -88,7 +89,7 @@ class TestPart3Segments:
         """Runs in the backward pass: n - the last segment's layers, segment by segment from the
         last but one to the first. Behaviour: test_checkpoint_trigger of torch's test_utils."""
         layers, log = chain(count, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         out = answer.run_in_segments(layers, x, segments)
         cause = "layers run more than once, in another order, or not at all"
         check_equal(log, list(range(count)), "layers that ran in the forward pass", cause=cause)
@@ -113,11 +114,11 @@ class TestPart3Segments:
     def test_the_input_need_not_require_a_gradient(self, answer, device, kind):
         """Behaviour: test_checkpointing_without_reentrant[input_requires_grad=False] of torch."""
         layers, _ = chain(6, device)
-        before = nn.Linear(5, 5, device=device)
-        x = torch.randn(13, 5, device=device)
+        before = nn.Linear(5, 5).to(device)
+        x = draw.randn(13, 5, device=device)
         if kind == "indices":
-            layers[0] = nn.Embedding(17, 5, device=device)
-            x = torch.randint(17, (13,), device=device)
+            layers[0] = nn.Embedding(17, 5).to(device)
+            x = draw.randint(17, (13,), device=device)
         if kind == "unequal_widths":
             layers = list(mlp(5, 9, 2, 7, device=device))
 
@@ -141,7 +142,7 @@ class TestPart3Segments:
         layers, _ = chain(5, device)
         layers[3] = layers[0]
         layers[1].requires_grad_(False)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
         want = train(lambda: loss_of(plain(layers, x)), leaves)
         got = train(lambda: loss_of(answer.run_in_segments(kind(layers), x, 3)), leaves)
@@ -151,7 +152,7 @@ class TestPart3Segments:
     def test_without_gradients_each_layer_runs_once(self, answer, device):
         layers, log = chain(7, device)
         with torch.no_grad():
-            out = answer.run_in_segments(layers, torch.randn(3, 5, device=device), 3)
+            out = answer.run_in_segments(layers, draw.randn(3, 5, device=device), 3)
         check_equal(log, list(range(7)), "layers that ran", cause="no_grad() is not heeded")
         check_equal(out.requires_grad, False, "requires_grad", cause="no_grad() is not heeded")
 
@@ -257,7 +258,7 @@ class TestPart3Segments:
     )
     def test_refuses_a_number_of_segments_that_does_not_fit(self, answer, device, count, segments):
         layers, log = chain(count, device)
-        x = torch.randn(3, 5, device=device)
+        x = draw.randn(3, 5, device=device)
         check_raises(
             lambda: answer.run_in_segments(layers, x, segments),
             ValueError,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import draw
 from kit.ruler import measure
 from kit.toys import mlp
 from kit.verdict import check, check_bar, check_equal
@@ -64,7 +65,7 @@ class TestPart4Snapshots:
     def test_gives_the_plain_loss_and_gradients_to_the_bit(self, answer, device, count, snapshots):
         """With dropout."""
         layers, _ = chain(count, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
         want = train(lambda: loss_of(plain(layers, x)), leaves)
         got = run(lambda: answer.backward_with_snapshots(layers, x, loss_of, snapshots), leaves)
@@ -101,7 +102,7 @@ class TestPart4Snapshots:
     ):
         """Runs in all: layers + fewest_extra_steps."""
         layers, log = chain(count, device)
-        x, losses = torch.randn(3, 5, device=device, requires_grad=True), []
+        x, losses = draw.randn(3, 5, device=device, requires_grad=True), []
 
         def loss_fn(out: Tensor) -> Tensor:
             losses.append(1)
@@ -126,7 +127,7 @@ class TestPart4Snapshots:
     def test_the_random_stream_goes_on_as_if_each_layer_ran_once(self, answer, device, snapshots):
         """The loss draws random numbers too."""
         layers, _ = chain(8, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
 
         def loss_fn(out: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class TestPart4Snapshots:
     @pytest.mark.exact
     def test_sweeping_adds_to_the_gradients_that_are_there(self, answer, device):
         layers, _ = chain(5, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
 
         def after_another(step: Callable[[], Tensor]) -> Tensor:
@@ -164,7 +165,7 @@ class TestPart4Snapshots:
     @pytest.mark.exact
     def test_the_loss_may_have_parameters(self, answer, device):
         layers, _ = chain(5, device)
-        head, x = nn.Linear(5, 3, device=device), torch.randn(13, 5, device=device)
+        head, x = nn.Linear(5, 3).to(device), draw.randn(13, 5, device=device)
 
         def loss_fn(out: Tensor) -> Tensor:
             return loss_of(head(out))
@@ -180,7 +181,7 @@ class TestPart4Snapshots:
         """Read off the order in which the layers run: an input that its layer takes up again,
         without the layer before having run just then, was kept in between."""
         layers, log = chain(count, device)
-        x = torch.randn(3, 5, device=device, requires_grad=True)
+        x = draw.randn(3, 5, device=device, requires_grad=True)
         answer.backward_with_snapshots(layers, x, loss_of, snapshots)
         needed = snapshots_needed(log)
         check(
@@ -243,11 +244,11 @@ class TestPart4Snapshots:
         """No gradient required, integers, not a leaf, layers that widen and narrow; the first
         layers frozen or not."""
         layers, _ = chain(6, device)
-        before = nn.Linear(5, 5, device=device)
-        data = torch.randn(13, 5, device=device)
+        before = nn.Linear(5, 5).to(device)
+        data = draw.randn(13, 5, device=device)
         if kind == "indices":
-            layers[0] = nn.Embedding(17, 5, device=device)
-            data = torch.randint(17, (13,), device=device)
+            layers[0] = nn.Embedding(17, 5).to(device)
+            data = draw.randint(17, (13,), device=device)
         if kind == "unequal_widths":
             layers = list(mlp(5, 9, 2, 7, device=device))
         for layer in layers[:frozen]:
@@ -266,7 +267,7 @@ class TestPart4Snapshots:
     def test_a_layer_may_stand_in_two_places(self, answer, device):
         layers, _ = chain(5, device)
         layers[3] = layers[1]
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
         want = train(lambda: loss_of(plain(layers, x)), leaves)
         for sequence, snapshots in ((tuple(layers), 1), (nn.ModuleList(layers), 2)):
@@ -279,7 +280,7 @@ class TestPart4Snapshots:
     def test_may_be_called_under_autocast(self, answer, device):
         """To the bit of the plain run under the same autocast, backward included."""
         layers, _ = chain(6, device)
-        x = torch.randn(13, 5, device=device, requires_grad=True)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
         leaves = {"x": x, **named(layers)}
 
         def under_autocast(step: Callable[[], Tensor]) -> Tensor:

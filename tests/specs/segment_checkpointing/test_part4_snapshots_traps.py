@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from kit import draw
 from kit.verdict import check_equal, check_raises
 from specs.segment_checkpointing.common import chain, loss_of
 
@@ -32,7 +32,7 @@ class TestPart4SnapshotsTraps:
     )
     def test_refuses_no_layers_and_no_snapshots(self, answer, device, count, snapshots, named):
         layers, log = chain(count, device)
-        x = torch.randn(3, 5, device=device, requires_grad=True)
+        x = draw.randn(3, 5, device=device, requires_grad=True)
         check_raises(
             lambda: answer.backward_with_snapshots(layers, x, loss_of, snapshots),
             ValueError,
