@@ -12,11 +12,14 @@ import dataclasses
 import functools
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
+import pytest_timeout
 import torch
 
 from kit import draw, verdict
@@ -24,6 +27,7 @@ from kit.answers import Answer, load, sources
 from kit.catalog import find_kata
 from kit.hygiene import clean_slate
 from kit.nursery import Nursery
+from kit.patience import Patience, family
 from kit.world import World
 
 
@@ -130,6 +134,31 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         if call.excinfo is None:
             _launch_world(item)
     return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """A time limit that counts the work, or the waiting, of this process and all its children."""
+    if settings.method != "signal" or threading.current_thread() is not threading.main_thread():
+        return None  # as pytest-timeout has it
+    patience = Patience(settings.timeout)
+
+    def look(signum: int, frame: object) -> None:
+        __tracebackhide__ = True
+        patience.look(family)
+        if patience.is_over:
+            pytest_timeout.timeout_sigalrm(item, settings)
+
+    item.cancel_timeout = _stop_the_timer  # type: ignore[attr-defined]
+    signal.signal(signal.SIGALRM, look)
+    often = min(1.0, settings.timeout / 4)
+    signal.setitimer(signal.ITIMER_REAL, often, often)
+    return True
+
+
+def _stop_the_timer() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from desk.events import Broken, Collected, Event, Finished, Outcome, Problem, Sp
 from desk.source import Place
 from kit import catalog
 from kit.catalog import Kata
+from kit.patience import Patience, family
 
 _POLL = 0.02
 # Until the first spec is known: torch may come from a cold disk.
@@ -32,7 +33,7 @@ _START_LIMIT = 180.0
 
 @dataclass(frozen=True)
 class Job:
-    """What to judge: `answers` is what --answers gets, `limit` the seconds that a spec may take."""
+    """What to judge: `answers` is what --answers gets, `limit` a spec's seconds of work or waiting."""
 
     kata: Kata
     path: Path
@@ -168,7 +169,7 @@ class _Run:
 
     def follow(self, tell: Callable[[Event], None], stop: threading.Event) -> str:
         """Pass events on until the process is gone; what went wrong with the judge, or nothing."""
-        last = time.monotonic()
+        patience = Patience(self._patience())
         while not stop.is_set():
             gone = self._child.poll() is not None  # before reading, so that nothing is missed
             fresh = self._fresh_events()
@@ -178,11 +179,12 @@ class _Run:
             if self._finished or (gone and not fresh):
                 break  # a finished process takes its time to leave, or a thread of it never ends
             if fresh:
-                last = time.monotonic()
-            elif time.monotonic() - last > self._patience():
+                patience = Patience(self._patience())
+                continue
+            patience.look(lambda: family(self._child.pid))
+            if patience.is_over:
                 return self._give_up(tell)
-            else:
-                time.sleep(_POLL)
+            time.sleep(_POLL)
         if stop.is_set():
             return ""
         if not self._finished:

@@ -16,7 +16,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,13 +70,6 @@ class InStep:
 
     ok: bool
     group_is_gone: bool = False
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The processor time that the rank has used so far; the parent asks with this class itself."""
-
-    seconds: float
 
 
 _device = torch.device("cpu")
@@ -148,18 +140,12 @@ class _Wire:
         try:
             while True:
                 if self._pipe.poll(1.0):
-                    self._take(self._pipe.recv())
+                    self.tasks.put(self._pipe.recv())
                 elif os.getppid() != self._nursery:
                     break  # a child of the parent may still hold the other end
         except (EOFError, OSError):
             pass
         os._exit(1)
-
-    def _take(self, message: Any) -> None:
-        if message is Clock:  # answered by this thread, whatever the program does
-            self.send(Clock(time.process_time()))
-        else:
-            self.tasks.put(message)
 
 
 class _Stream(io.TextIOBase):

@@ -25,7 +25,8 @@ from typing import Any
 from kit import verdict
 from kit.nursery import Nursery
 from kit.parcel import dumps, loads
-from kit.rank import STACKS_SIGNAL, Clock, InStep, Prints, Ready, Report
+from kit.patience import Patience
+from kit.rank import STACKS_SIGNAL, InStep, Prints, Ready, Report
 from kit.trouble import (
     Dead,
     Frame,
@@ -40,6 +41,7 @@ from kit.trouble import (
 _START_LIMIT = 120.0  # torch may come from a cold disk
 _GRACE = 1.5  # for the other ranks, once one of them has raised or died
 _STEP_LIMIT = 3.0
+_IDLE = 2.0  # a rank that waits in a call and has not worked for so long waits for nobody
 
 
 @dataclass
@@ -47,27 +49,6 @@ class _Rank:
     number: int
     pipe: Connection
     ready: Ready | None = None
-
-
-class _Idle:
-    """Which ranks have not worked for two seconds, by what they say of their processor time."""
-
-    def __init__(self) -> None:
-        self._asked = time.monotonic()
-        self._spent: dict[int, list[float]] = {}
-
-    def is_time_to_ask(self) -> bool:
-        if time.monotonic() < self._asked + 0.5:
-            return False
-        self._asked = time.monotonic()
-        return True
-
-    def note(self, rank: int, clock: Clock) -> None:
-        self._spent.setdefault(rank, []).append(clock.seconds)
-
-    def is_idle(self, rank: int) -> bool:
-        spent = self._spent.get(rank, [])[-5:]
-        return len(spent) == 5 and spent[-1] - spent[0] < 0.05
 
 
 class World:
@@ -119,7 +100,8 @@ class World:
         Arguments and results are pickled; classes and functions of the answer come through as those
         of the other side's import of it. Raises what the program raises: of the lowest rank, unless
         that is only the consequence of another rank's end. SpecFailure if a rank is not done within
-        `limit` seconds, if one dies, or if the ranks have made different collective calls.
+        `limit` seconds of work or of waiting, if one dies, or if the ranks have made different
+        collective calls.
         """
         __tracebackhide__ = True
         data = dumps((program, args), answer)
@@ -151,29 +133,26 @@ class World:
     def _follow(self, limit: float, *, may_hang: bool = False) -> dict[int, Any]:
         """One message of each rank, in rank order; none of a rank that takes too long."""
         ends: dict[int, Any] = {}
-        until = time.monotonic() + limit
-        hurried, idle = False, _Idle()
-        while len(ends) < self.size and (left := until - time.monotonic()) > 0:
+        patience, hurried = Patience(limit), False
+        while len(ends) < self.size and not patience.is_over:
             waiting = [rank for rank in self._ranks if rank.number not in ends]
-            wait([rank.pipe for rank in waiting], min(left, 0.2))
+            wait([rank.pipe for rank in waiting], 0.2)
             for rank in waiting:
                 message = self._receive(rank)
                 if isinstance(message, Prints):
                     getattr(sys, message.stream).write(message.text)
-                elif isinstance(message, Clock):
-                    idle.note(rank.number, message)
                 elif message is not None:
                     ends[rank.number] = message
                     if not hurried and _is_bad(message):
-                        hurried, until = True, min(until, time.monotonic() + _GRACE)
-            if may_hang and ends and idle.is_time_to_ask():
-                left_over = [rank for rank in waiting if rank.number not in ends]
-                if all(
-                    idle.is_idle(r.number) and is_waiting(self._ask_stack(r)) for r in left_over
-                ):
-                    break  # nobody will ever make the call that they wait for
-                for rank in left_over:
-                    self._send(rank, Clock)
+                        hurried = True
+                        patience.shorten(_GRACE)
+            left_over = [rank for rank in waiting if rank.number not in ends]
+            pids = {rank.number: rank.ready.pid for rank in left_over if rank.ready}
+            if not patience.look(pids.values) or not may_hang or not ends:
+                continue
+            idle = all(patience.idle_seconds(pid) >= _IDLE for pid in pids.values())
+            if idle and all(is_waiting(self._ask_stack(rank)) for rank in left_over):
+                break  # nobody will ever make the call that they wait for
         return dict(sorted(ends.items()))
 
     def _send(self, rank: _Rank, message: object) -> None:
@@ -240,7 +219,7 @@ class World:
             return []
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.ready.pid, STACKS_SIGNAL)
-        text, until = "", time.monotonic() + 1.0
+        text, until = "", time.monotonic() + 3.0
         while time.monotonic() < until:
             time.sleep(0.05)
             before, text = text, self._stacks(rank)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kit import draw
 from kit.ruler import bytes_of, human, measure
-from kit.witness import allocator_peak
+from kit.witness import allocator_peaks
 
 Step = Callable[[], object]
 Workload = tuple[str, Step, list[object]]
@@ -106,21 +106,19 @@ def workloads() -> list[Workload]:
     ]
 
 
-def agreement_table() -> list[tuple[str, int, int]]:
-    """Name, ruler and witness of each workload, both in bytes above the baseline."""
-    return [
-        (name, measure(step, known=known).above_baseline, allocator_peak(step))
-        for name, step, known in workloads()
-    ]
+def test_the_ruler_reads_what_the_cpu_allocator_holds_between_operators_to_the_byte() -> None:
+    """And so all that it misses is allocated and freed within a single operator.
 
-
-def test_the_ruler_agrees_with_the_cpu_allocator_within_two_percent() -> None:
-    table = agreement_table()
+    How much that is depends on the processor: oneDNN's bfloat16 kernels for AVX-512 take 9 % of the
+    AMP step for it, those for AVX2 0.2 %.
+    """
     print()
-    for name, ruler, witness in table:
-        print(f"{name:36} {ruler:>12,} {witness:>12,} {ruler / witness:.4f}")
-    wrong = [row for row in table if abs(row[1] / row[2] - 1) > 0.02]
-    assert not wrong
+    for name, step, known in workloads():
+        ruler = measure(step, known=known).above_baseline
+        peaks = allocator_peaks(step, unit=512)  # rule 2 of the ruler
+        missed = peaks.at_any_time - ruler
+        print(f"{name:36} {ruler:>12,} of {peaks.at_any_time:>12,}; missed {missed:>9,}")
+        assert ruler == peaks.between_operators <= peaks.at_any_time, name
 
 
 def test_the_witness_reads_the_same_each_time_and_counts_what_is_freed() -> None:
@@ -130,17 +128,17 @@ def test_the_witness_reads_the_same_each_time_and_counts_what_is_freed() -> None
         torch.ones(5000)
         torch.ones(2000)
 
-    assert {allocator_peak(step) for _ in range(4)} == {4 * 5000}
+    assert {allocator_peaks(step) for _ in range(4)} == {(4 * 5000, 4 * 5000)}
 
 
 def test_the_ruler_is_blind_to_the_scratch_memory_of_conv2d() -> None:
     conv, x = nn.Conv2d(5, 24, 3, padding=1), draw.randn(3, 5, 64, 60)
     ruler = measure(lambda: conv(x), known=[conv, x]).above_baseline
-    witness = allocator_peak(lambda: conv(x))
-    print(f"\nconv2d forward: {human(ruler)} of {human(witness)}")
+    peaks = allocator_peaks(lambda: conv(x), unit=512)
+    print(f"\nconv2d forward: {human(ruler)} of {human(peaks.at_any_time)}")
     # the output alone: 3 x 24 x 64 x 60 float32
     assert ruler == 4 * 3 * 24 * 64 * 60
-    assert ruler < 0.8 * witness
+    assert ruler == peaks.between_operators <= peaks.at_any_time
 
 
 def test_several_forwards_in_one_step_hold_one_more_set_of_activations_each() -> None:

@@ -13,7 +13,7 @@ from kit import draw
 from kit.ruler import bytes_of, measure
 from kit.toys import Block, mlp
 from kit.verdict import check, check_bar, check_close, check_equal, check_raises
-from kit.witness import allocator_peak
+from kit.witness import allocator_peaks
 
 KIB = 1024
 
@@ -112,7 +112,11 @@ class TestPart3PeakMemory:
     @pytest.mark.exact
     @pytest.mark.parametrize("kind", ["linear", "normalisation", "attention"])
     def test_agrees_with_the_allocator(self, answer, device, kind):
-        """Within 2 % of what the allocator itself reports, forward and backward."""
+        """Within 2 % of what the allocator itself reports, forward and backward.
+
+        On the cpu without what a kernel allocates and frees within one operator: no mode sees it,
+        and it is another amount on another processor.
+        """
         width = 192
         model = {
             "linear": lambda: mlp(width, 640, 320, width),
@@ -135,7 +139,7 @@ class TestPart3PeakMemory:
         if device.type == "cuda":
             true = measure(step, device).above_baseline
         else:
-            true = allocator_peak(step)
+            true = allocator_peaks(step).between_operators
         check_close(
             got.peak - got.baseline,
             true,
