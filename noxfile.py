@@ -78,6 +78,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """The proof with other seeds, orders and processors; an hour, and it can be interrupted."""
+    python = _python(session, "prove")
+    _run(session, python, "-m", "bench.soak", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Experiments about speed, as ratios within one run (pytest-benchmark)."""
     python = _python(session, "prove")

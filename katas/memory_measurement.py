@@ -100,8 +100,8 @@ def peak_memory(
         device: "cpu", "cuda" or "cuda:N", as a string or a torch.device.
         existing: every tensor alive before the step that it may use or free (parameters,
             gradients, optimizer state, inputs). On the cpu they are the baseline, each storage
-            once; on cuda the allocator knows already, and they are not used. Taken once, and not
-            kept: what the step frees must be free to go.
+            once; on cuda the allocator knows them already. An iterator is emptied in either case,
+            and nothing of it is kept: what the step frees must be free to go.
 
     Raises:
         ValueError: `device` names another kind of device, or none, or a cuda device that is not
@@ -158,4 +158,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub 350ecc31b0ce
+# untouched stub 72fb840f6d6b

@@ -10,6 +10,7 @@ with its base, so every storage is counted once and in full, however many tensor
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -156,8 +157,8 @@ def peak_memory(
         device: "cpu", "cuda" or "cuda:N", as a string or a torch.device.
         existing: every tensor alive before the step that it may use or free (parameters,
             gradients, optimizer state, inputs). On the cpu they are the baseline, each storage
-            once; on cuda the allocator knows already, and they are not used. Taken once, and not
-            kept: what the step frees must be free to go.
+            once; on cuda the allocator knows them already. An iterator is emptied in either case,
+            and nothing of it is kept: what the step frees must be free to go.
 
     Raises:
         ValueError: `device` names another kind of device, or none, or a cuda device that is not
@@ -171,11 +172,16 @@ def peak_memory(
     if device.type == "cpu":
         return _peak_on_cpu(step, existing)
     if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
-        return _peak_on_cuda(step, device)
+        return _peak_on_cuda(step, device, existing)
     raise ValueError(f"device must be cpu, or a cuda device that is there, not {str(device)!r}")
 
 
-def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> PeakMemory:
+def _peak_on_cuda(
+    step: Callable[[], object], device: torch.device, existing: Iterable[Tensor]
+) -> PeakMemory:
+    # Emptied, though we need nothing of it: an iterator that still has tensors to give would keep
+    # alive what the step frees.
+    deque(existing, maxlen=0)
     torch.cuda.synchronize(device)
     # Without the reset, max_memory_allocated is the highest since the process started.
     torch.cuda.reset_peak_memory_stats(device)

@@ -22,7 +22,7 @@ import pytest
 import pytest_timeout
 import torch
 
-from kit import draw, verdict
+from kit import draw, gpu, verdict
 from kit.answers import Answer, load, sources
 from kit.catalog import find_kata
 from kit.hygiene import clean_slate
@@ -53,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # Objects by the hundred thousand stay alive: looking through them as often costs some 3 %.
     gc.set_threshold(200_000)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # Before the first spec is announced: no clock runs yet.
+    if session.config.getoption("--device") == "cuda":
+        gpu.prepare(torch.device("cuda"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -33,7 +33,7 @@ _START_LIMIT = 180.0
 
 @dataclass(frozen=True)
 class Job:
-    """What to judge: `answers` is what --answers gets, `limit` a spec's seconds of work or waiting."""
+    """What to judge: `answers` is what --answers gets, `limit` is seconds for a spec."""
 
     kata: Kata
     path: Path

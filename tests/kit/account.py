@@ -44,7 +44,8 @@ KINDS = ("shards", "optimizer state", "gradients", "unsharded", "communication",
 class Account:
     """What one step did to memory, in bytes of each kind; every dict has every kind.
 
-    reading  the whole; on cuda it is the allocator's own, and the dicts are counted beside it
+    reading  the whole; on cuda it is the allocator's own, and the dicts are counted beside it. Its
+             baseline and peak have in them whatever else lives on the device
     before   alive before the step
     at_peak  alive when the count first was at its peak; the sum is this peak
     most     the most that was alive at any one time, for each kind at a time of its own
@@ -56,6 +57,11 @@ class Account:
     at_peak: dict[str, int]
     most: dict[str, int]
     after: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The most that was alive at any time, of what is the model's and the step's."""
+        return sum(self.before.values()) + self.reading.above_baseline
 
 
 def account(

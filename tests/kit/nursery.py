@@ -220,6 +220,8 @@ def _bear(arguments: list[str], fds: list[int], control: socket.socket) -> int:
 def _environment() -> dict[str, str]:
     paths = [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    # Else whoever asks whether there is a GPU starts CUDA, after which a fork cannot use it.
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Else gloo asks for the address of the host's name, which a laptop without network has not.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:

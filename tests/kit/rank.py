@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit import verdict
+from kit import gpu, verdict
 from kit.answers import load
 from kit.hygiene import clean_slate
 from kit.parcel import dumps, loads, pack_error
@@ -102,6 +102,10 @@ def main() -> None:
     prepare()
     if where == "cuda":
         _take_gpu(rank)
+    else:
+        # Where init_device_mesh sees a GPU it makes a group of its own beside the one of gloo, and
+        # the calls in it would go uncounted.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if where == "cuda" else "gloo",
         store=dist.FileStore(str(folder / "store"), size),  # type: ignore[attr-defined]
@@ -119,8 +123,12 @@ def main() -> None:
 
 def _take_gpu(number: int) -> None:
     global _device
+    # A wait for other ranks sleeps in the collective call that waits, as with gloo; else it would
+    # spin in whatever call looks at the GPU next, and pass for work.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     _device = torch.device("cuda", number)
     torch.cuda.set_device(_device)
+    gpu.prepare(_device)
 
 
 class _Wire:
@@ -203,13 +211,17 @@ class _Member:
         """Add up a few numbers with the other ranks."""
         if dist.group.WORLD is not self._group:
             return InStep(False, group_is_gone=True)
-        size = self._size
+        size, sums = self._size, []
         try:
-            numbers = torch.tensor([self._rank + 1, 3, 5])
-            dist.all_reduce(numbers)
+            # On both backends where there are two; NCCL makes its communicator at the first call.
+            for where in dict.fromkeys([torch.device("cpu"), _device]):
+                numbers = torch.tensor([self._rank + 1, 3, 5], device=where)
+                dist.all_reduce(numbers)
+                sums.append(numbers.tolist())
         except Exception:
             return InStep(False)
-        return InStep(numbers.tolist() == [size * (size + 1) // 2, 3 * size, 5 * size])
+        want = [size * (size + 1) // 2, 3 * size, 5 * size]
+        return InStep(all(numbers == want for numbers in sums))
 
     def _calls(self) -> int:
         if self._group is None or dist.group.WORLD is not self._group:

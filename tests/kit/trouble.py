@@ -59,8 +59,9 @@ def hang(stacks: dict[int, list[Frame]], size: int, file: str, limit: float) -> 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
+    # The words of gloo, and of NCCL, which have never been seen here.
     return isinstance(error, RuntimeError) and bool(
-        re.search(r"gloo|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error))
+        re.search(r"gloo|NCCL|nccl|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error))
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -265,6 +266,7 @@ def peak_memory(
     where = _measured_device(device)
     gc.collect()  # old garbage must not be freed in the middle of the step
     if where.type == "cuda":
+        deque(existing, maxlen=0)  # an iterator must not keep alive what the step frees
         torch.cuda.reset_peak_memory_stats(where)
         baseline = torch.cuda.memory_allocated(where)
         step()

@@ -198,6 +198,8 @@ def peak_memory(
 ) -> PeakMemory:
     device = _parse_device(device)
     if device.type == "cuda":
+        for tensor in existing:  # an iterator that is not emptied keeps its tensors alive
+            del tensor
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         baseline = torch.cuda.memory_allocated(device)

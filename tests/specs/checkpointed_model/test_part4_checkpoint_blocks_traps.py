@@ -12,7 +12,7 @@ from torch import nn
 from kit import draw
 from kit.toys import Block
 from kit.verdict import check, check_equal
-from specs.checkpointed_model.common import WIDTH, Runs, back, check_same, step
+from specs.checkpointed_model.common import WIDTH, Runs, back, check_same, rounding, step
 from specs.checkpointed_model.models import (
     Calls,
     Host,
@@ -184,7 +184,7 @@ class TestPart4CheckpointBlocksTraps:
             with Calls() as calls:
                 found.append(step(module, lambda m=module: forward(m), cause=cause))
             products.append(calls.counts[torch.ops.aten.addmm.default])
-        check_same(*found, cause=cause, exact=device.type == "cpu")
+        check_same(*found, cause=cause, within=rounding(device, dtype))
         check(
             (products[0] == products[1]) == dear,
             expected=f"{'as many' if dear else 'more'} matrix products {'as' if dear else 'than'}"
@@ -232,7 +232,7 @@ class TestPart4CheckpointBlocksTraps:
                 {f"gradient of {n}": p.grad for n, p in m.named_parameters()}
                 for m in (model, plain)
             )
-            check_same(grads, wants, cause=otherwise, exact=device.type == "cpu")
+            check_same(grads, wants, cause=otherwise, within=rounding(device))
 
 
 _AROUND = ("before", "after")

@@ -123,6 +123,6 @@ def _row(label: str, books: Account, calls: Counter[str]) -> Row:
     return Row(
         label,
         books.at_peak,
-        books.reading.peak,
+        books.peak,
         f"{gathers} gathers, {reductions} reductions" if gathers else "none",
     )

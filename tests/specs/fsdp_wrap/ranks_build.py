@@ -93,7 +93,10 @@ def init(module: nn.Module) -> None:
 
 
 def built_alone(kind: str) -> nn.Module:
-    """What one process has."""
+    """What one process has.
+
+    To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
+    """
     model = MODELS[kind]().to(device())
     draw.seed(SEED)
     for module in model.modules():
@@ -148,7 +151,15 @@ def train_built(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2) -
     return Trained(losses, norms, weights(model), gradients(model))
 
 
-def train_built_alone(kind: str, plan: Plan, steps: int = 2) -> Trained:
+def first_values_alone(answer: Any, rank: int, kind: str) -> dict[str, Any]:
+    """What `first_values` has to be, and which parameters train."""
+    model = built_alone(kind)
+    every = model.named_parameters(remove_duplicate=False)
+    trained = [name for name, p in every if p.requires_grad]
+    return {"values": values(model), "tied": ties(model), "trained": trained}
+
+
+def train_built_alone(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2) -> Trained:
     return train_alone(built_alone(kind), [of_all(plan, step) for step in range(steps)])
 
 

@@ -225,10 +225,10 @@ class TestPart1Wrap:
         limit = state_bytes(plain, ranks) + 5 * max(blocks) + root + activations_of_tall()
         check_bar(
             f"peak of a step on {ranks} ranks",
-            yours.reading.peak,
+            yours.peak,
             1.02 * limit,
             plain=4 * shard_bytes(plain, 1) + activations_of_tall(),
-            reference=theirs.reading.peak if theirs else None,
+            reference=theirs.peak if theirs else None,
             formula="state + 5 blocks + the root's unit + activations, + 2 %",
             cause="more than two blocks are whole at a time, or gradients of more than one are",
         )

@@ -58,15 +58,15 @@ class TestPart1WrapBillions:
         limit = 1.02 * (state + 5 * max(blocks) + root + plain.most["activations"])
         check_bar(
             f"peak on {RANKS} ranks of {sum(p.numel() for p in model.parameters()):,} parameters",
-            dry_books(answer).reading.peak,
+            dry_books(answer).peak,
             limit,
-            plain=plain.reading.peak,
+            plain=plain.peak,
             formula="state / 64 + 5 blocks + the root's unit + activations, + 2 %",
             cause="the units are larger than a block, or something is not sharded",
         )
         check(
-            dry_books(answer).reading.peak <= GPU,
+            dry_books(answer).peak <= GPU,
             expected="a peak that fits 24 GiB",
-            got=human(dry_books(answer).reading.peak),
+            got=human(dry_books(answer).peak),
             cause="the units are larger than a block, or something is not sharded",
         )

@@ -14,7 +14,6 @@ from specs.fsdp_wrap.models import (
     make,
     train_alone,
 )
-from specs.fsdp_wrap.ranks_build import built_alone, train_built_alone, values
 from specs.fsdp_wrap.ranks_checkpoint import MADE
 from specs.fsdp_wrap.ranks_step import Plan
 
@@ -40,19 +39,18 @@ class TestPart4Build:
     @KINDS_AND_SIZES
     def test_has_the_values_of_one_process(self, answer, world, kind):
         """To the bit: the numbers that one process draws, module by module."""
-        model = built_alone(kind)
-        want, every = values(model), list(model.named_parameters(remove_duplicate=False))
+        true = world.run(answer, ranks_build.first_values_alone, kind)[0]
+        want = true["values"]
         for rank, got in enumerate(world.run(answer, ranks_build.first_values, kind)):
             cause = "to_empty() has not been called, or not on all that is on meta"
             check_equal(got["on meta"], [], f"what is on meta on rank {rank}", cause=cause)
             cause = "parameters are no DTensors: they were replaced after they were sharded"
             check_equal(got["kinds"], {"DTensor"}, "types of the parameters", cause=cause)
             cause = "to_empty(), or a new parameter, has cut the tie"
-            check_equal(got["tied"], ranks_build.ties(model), "tied parameters", cause=cause)
+            check_equal(got["tied"], true["tied"], "tied parameters", cause=cause)
             check_equal(got["mode"], {True}, "train mode", cause="build has called eval()")
-            trained = [name for name, p in every if p.requires_grad]
             cause = "a new parameter requires a gradient unless it is told not to"
-            check_equal(got["trained"], trained, "parameters that train", cause=cause)
+            check_equal(got["trained"], true["trained"], "parameters that train", cause=cause)
             cause = "init runs in another order, on modules that lack something, or on shards"
             check_equal(list(got["values"]), list(want), "names", cause=cause)
             for name, value in want.items():
@@ -62,7 +60,7 @@ class TestPart4Build:
     @pytest.mark.parametrize("kind", ["tied_and_frozen", "blocks_in_blocks"])
     def test_what_was_built_trains_as_one_process(self, answer, world, kind):
         got = world.run(answer, ranks_build.train_built, kind, PLAN)
-        want = train_built_alone(kind, PLAN)
+        want = world.run(answer, ranks_build.train_built_alone, kind, PLAN)[0]
         for result in got:
             cause = "the optimizer was made from parameters that were replaced afterwards"
             check_named(result.weights, want.weights, "weights after 2 steps", cause=cause)
