@@ -2,10 +2,10 @@
 
     python -m bench.soak [--jobs N] [--only WORD] [--also FILE ...]
 
-The whole proof once for each instruction set that oneDNN and torch can be held to, and then seeds 1
-to 20, each in an order of its own, on these instruction sets in turn: the references and other right
-answers under all of them, mistakes under the first five. What has passed with this very code is kept
-in .katas/soak and is not run again, so an interrupted soak goes on where it was.
+The whole proof once for each instruction set that oneDNN and torch can be held to, and then seeds
+1 to 20, each in an order of its own, on these instruction sets in turn: the references and other
+right answers under all of them, mistakes under the first five. What has passed with this very code
+is kept in .katas/soak and is not run again, so an interrupted soak goes on where it was.
 """
 
 from __future__ import annotations
@@ -89,14 +89,15 @@ def runs(also: list[str]) -> list[Run]:
     return found
 
 
-def fingerprint() -> str:
-    """Of everything that a result depends on and that is in the repository, and of torch."""
+def fingerprint(also: list[str]) -> str:
+    """Of everything that a result depends on: what is in the repository, `also`, and torch."""
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in ("tests", "solutions"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".toml"):
                 digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    digest.update((ROOT / "pyproject.toml").read_bytes())
+    for path in (ROOT / "pyproject.toml", *map(Path, also)):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -113,15 +114,7 @@ class Soak:
         start = time.monotonic()
         with run.log.open("wb") as log, self._lock:
             child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    *run.arguments,
-                    "--device=cpu",
-                    "-q",
-                    "--tb=short",
-                ],
+                [sys.executable, "-m", "pytest", *run.arguments, "--device=cpu", "-q"],
                 cwd=ROOT,
                 env={**os.environ, **run.variables, "PYTHONPATH": str(ROOT / "tests")},
                 stdin=subprocess.DEVNULL,
@@ -134,10 +127,14 @@ class Soak:
         with self._lock:
             self._running.discard(child)
         text = run.log.read_text(encoding="utf-8", errors="replace")
-        last = next((line for line in reversed(text.splitlines()) if " in " in line), "no result")
+        counts = [
+            line for line in text.splitlines() if re.search(r"\d (passed|failed).* in ", line)
+        ]
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
         seconds = round(time.monotonic() - start, 1)
-        return Result(run.name, self.code, code == 0, seconds, last.strip("= "), failed)
+        return Result(
+            run.name, self.code, code == 0, seconds, (counts or ["no result"])[-1], failed
+        )
 
     def stop(self) -> None:
         """End whatever runs."""
@@ -159,6 +156,18 @@ def known(code: str) -> dict[str, Result]:
     return results
 
 
+def report(result: Result, log: Path, console: Console) -> None:
+    """Keep a result, and say it in a line; of a run that failed, also which tests."""
+    with (STATE / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(vars(result)) + "\n")
+    word = "passed" if result.passed else "FAILED"
+    console.print(f"{word}         {result.name}: {result.summary}")
+    for test in result.failed[:10]:
+        console.print(f"               {test}")
+    if not result.passed:
+        console.print(f"               all of it: {log.relative_to(ROOT)}")
+
+
 def main(arguments: list[str]) -> int:
     """Run what has not passed yet, a line for each; 1 if something fails."""
     parser = argparse.ArgumentParser(prog="nox -s soak --", description=__doc__.splitlines()[0])
@@ -168,8 +177,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     STATE.mkdir(parents=True, exist_ok=True)
-    code = fingerprint()
     every = [run for run in runs(options.also) if options.only in run.name]
+    code = fingerprint(options.also)
     done = known(code)
     for result in (done[run.name] for run in every if run.name in done):
         console.print(f"passed before  {result.name}: {result.summary}")
@@ -179,26 +188,16 @@ def main(arguments: list[str]) -> int:
         waiting = {pool.submit(soak.go, run): run for run in soak.todo}
         try:
             for future in as_completed(waiting):
-                result = future.result()
-                with (STATE / "results.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(vars(result)) + "\n")
-                console.print(
-                    f"{'passed' if result.passed else 'FAILED'}  {result.name}: {result.summary}"
-                )
-                for test in result.failed[:10]:
-                    console.print(f"        {test}")
-                if not result.passed:
-                    console.print(f"        {waiting[future].log.relative_to(ROOT)} has the rest")
-                red += not result.passed
+                report(future.result(), waiting[future].log, console)
+                red += not future.result().passed
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             soak.stop()
             console.print("interrupted; `nox -s soak` goes on with what has not passed yet")
             return 130
-    minutes = (time.monotonic() - start) / 60
     console.print(
-        f"{len(soak.todo) - red} of {len(soak.todo)} runs passed in {minutes:.0f} minutes, "
-        f"{len(every) - len(soak.todo)} before"
+        f"{len(soak.todo) - red} of {len(soak.todo)} runs passed in "
+        f"{(time.monotonic() - start) / 60:.0f} minutes, {len(every) - len(soak.todo)} before"
     )
     return 1 if red else 0
 
