@@ -114,7 +114,7 @@ class Soak:
         start = time.monotonic()
         with run.log.open("wb") as log, self._lock:
             child = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *run.arguments, "--device=cpu", "-q"],
+                _command(run.arguments),
                 cwd=ROOT,
                 env={**os.environ, **run.variables, "PYTHONPATH": str(ROOT / "tests")},
                 stdin=subprocess.DEVNULL,
@@ -142,6 +142,10 @@ class Soak:
             for child in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
+
+
+def _command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", "--device=cpu", "-q", *arguments]
 
 
 def known(code: str) -> dict[str, Result]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kit.precisions import scaler_for
 from kit.toys import Block
 
 
@@ -44,18 +43,16 @@ def _train(device: torch.device, dtype: torch.dtype) -> None:
     norm = nn.Sequential(nn.Conv1d(5, 5, 3), nn.BatchNorm1d(5), nn.ReLU()).to(device)
     parameters = [*model.parameters(), *norm.parameters()]
     optimizers = [torch.optim.Adam(parameters), torch.optim.SGD(parameters, momentum=0.9)]
-    scaler = scaler_for(dtype, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     tokens = torch.arange(5 * 32, device=device).view(5, 32) % 11
     for optimizer in optimizers:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(tokens)
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
         loss = loss + norm(logits.float()[:, :5]).square().mean()
-        (scaler.scale(loss) if scaler else loss).backward()
-        if scaler:
-            scaler.unscale_(optimizer)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        if scaler:
-            scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()

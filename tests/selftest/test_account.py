@@ -184,7 +184,7 @@ def test_the_kinds_sum_to_the_whole(way: str) -> None:
     memory, _ = read(way, 8)
     assert all(tuple(kinds) == KINDS for kinds in (memory.before, memory.at_peak, memory.most))
     assert sum(memory.before.values()) == memory.reading.baseline
-    assert sum(memory.at_peak.values()) == memory.reading.peak
+    assert sum(memory.at_peak.values()) == memory.reading.peak == memory.peak
     assert sum(memory.after.values()) == memory.reading.baseline + memory.reading.retained
     assert all(memory.at_peak[kind] <= memory.most[kind] for kind in KINDS)
 

@@ -1,0 +1,143 @@
+"""A limit counts work, or waiting, and a process that is starved has as much of it as any."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kit import patience
+from kit.patience import Patience, family, processor_time
+from selftest.tiny import House, new_folder
+
+
+class Clocks:
+    """The wall clock and the processor time of two processes, which the test moves."""
+
+    def __init__(self) -> None:
+        self.wall, self.worked = 1000.0, {1: 0.0, 2: 0.0}
+
+    def go(self, seconds: float, share_of_1: float, share_of_2: float = 0.0) -> None:
+        self.wall += seconds
+        self.worked[1] += seconds * share_of_1
+        self.worked[2] += seconds * share_of_2
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    monkeypatch.setattr(patience.time, "monotonic", lambda: clocks.wall)
+    monkeypatch.setattr(patience, "processor_time", clocks.worked.__getitem__)
+    return clocks
+
+
+def used(clocks: Clocks, seconds: int, *shares: float) -> float:
+    limit = Patience(1e9)
+    for _ in range(seconds):
+        clocks.go(1.0, *shares)
+        limit.look(lambda: [1, 2])
+    return limit.used
+
+
+@pytest.mark.parametrize(
+    ("shares", "want"),
+    [
+        pytest.param((1.0,), 40, id="it works all the time"),
+        pytest.param((0.25,), 10, id="it gets a quarter of a processor"),
+        pytest.param((0.25, 0.5), 20, id="the busiest counts"),
+        pytest.param((4.0,), 40, id="four threads are no four seconds"),
+        pytest.param((0.0,), 40, id="all wait"),
+        pytest.param((0.05, 0.05), 40, id="to look around now and then is to wait"),
+    ],
+)
+def test_forty_seconds_of_the_wall_clock_use_up(
+    clocks: Clocks, shares: tuple[float, ...], want: float
+) -> None:
+    assert used(clocks, 40, *shares) == pytest.approx(want)
+
+
+def test_a_limit_ends_and_can_be_shortened(clocks: Clocks) -> None:
+    limit = Patience(10.0)
+    clocks.go(4.0, 1.0)
+    assert limit.look(lambda: [1])
+    assert not limit.is_over
+    limit.shorten(1.5)
+    limit.shorten(100.0)
+    clocks.go(0.4, 1.0)
+    assert not limit.look(lambda: [1])  # too short to tell work from waiting
+    assert limit.used == 4.0
+    clocks.go(1.1, 1.0)
+    limit.look(lambda: [1])
+    assert limit.is_over
+
+
+def test_it_knows_for_how_long_a_process_has_not_worked(clocks: Clocks) -> None:
+    limit = Patience(100.0)
+    for shares in ((1.0, 0.0), (1.0, 0.0), (0.0, 1.0)):
+        clocks.go(1.0, *shares)
+        limit.look(lambda: [1, 2])
+    assert limit.idle_seconds(1) == pytest.approx(1.0)
+    assert limit.idle_seconds(2) == 0.0
+    assert limit.idle_seconds(3) == 0.0
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that works, and has a child that sleeps."""
+    program = (
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "while True: pass"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    yield process
+    for pid in reversed(family(process.pid)):
+        subprocess.run(["kill", "-9", str(pid)], check=False)
+    process.wait()
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_it_reads_a_process_and_its_family(child: subprocess.Popen[bytes]) -> None:
+    _await(lambda: len(family(child.pid)) == 2)
+    _await(lambda: processor_time(child.pid) > 0.2)
+    assert family(child.pid)[0] == child.pid
+    assert child.pid in family()
+    child.kill()
+    child.wait()
+    assert processor_time(child.pid) == 0.0
+    assert family(child.pid) == [child.pid]
+
+
+SPECS = """\
+import time
+import pytest
+
+@pytest.mark.timeout(1)
+def test_loop():
+    while True:
+        pass
+
+@pytest.mark.timeout(1)
+def test_sleep():
+    time.sleep(50)
+
+def test_short():
+    time.sleep(1.5)
+"""
+
+
+def test_specs_that_loop_or_wait_come_to_their_limit() -> None:
+    home = House(new_folder())
+    home.write("tests/selftest/test_endless.py", SPECS)
+    _, out = home.run("pytest", "tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
+    assert "2 failed, 1 passed" in out
+    assert out.count("Timeout (>1.0s) from pytest-timeout") >= 2
