@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -37,11 +38,12 @@ def allocator_peaks(step: Callable[[], object], *, unit: int = 1) -> AllocatorPe
         for event in events
         if event.name() == _Marks.NAME
     )
-    changes = sorted(
+    changes = [
         (event.start_ns(), event.nbytes())
         for event in events
         if event.name() == "[memory]" and event.device_type().name == "CPU"
-    )
+    ]
+    changes.sort(key=itemgetter(0))
     level = at_any_time = between = 0
     for number, (moment, nbytes) in enumerate(changes):
         whole_units = -(-abs(nbytes) // unit) * unit
