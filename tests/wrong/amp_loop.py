@@ -105,7 +105,7 @@ WRONG = [
         name="never_unscales",
         belief="scaler.step() does all that is needed, and the norm is the norm.",
         caught_by="test_steps_with_the_true_gradients[fp16]",
-        says="before unscale_ it is 64 times",
+        says="the gradients have not been unscaled",
         edits=((UNSCALE, ""),),
     ),
     Wrong(

@@ -65,5 +65,7 @@ def check_norm(got: Tensor | float, want: Tensor, dtype: torch.dtype) -> None:
     ratio = float(got) / want.item()
     cause = "it is the norm of clipped, or not of all, gradients"
     if ratio > 2:
-        cause = f"it is {ratio:.0f} times the true norm; before unscale_ it is {SCALE:.0f} times"
+        cause = f"it is {ratio:.0f} times the true norm"
+    if abs(ratio / SCALE - 1) < 0.1:
+        cause += f", and the loss scale is {SCALE:.0f}: the gradients have not been unscaled"
     check_close(got, want, "grad_norm, before clipping", rtol=TOLERANCE[dtype], cause=cause)
