@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from desk.judge import Job, Verdict, judge
 from desk.kata import locate, named, next_steps, reference_job, why_no_cuda
 from desk.screen import Paper, Screen, summary, title
@@ -12,7 +14,8 @@ from kit.stubs import is_untouched
 def run(name: str | None, answers: str, limit: float) -> int:
     """Judge each kata on CUDA; where nothing is written yet, the reference answer."""
     paper = Paper()
-    katas = [named(name)] if name else catalog.all_katas()
+    own = catalog.kata_of(Path(answers))
+    katas = [named(name)] if name else [own] if own else catalog.all_katas()
     jobs = [Job(kata, *locate(kata, answers), device="cuda", limit=limit) for kata in katas]
     if reason := why_no_cuda():
         paper.line(reason)

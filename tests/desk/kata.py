@@ -14,7 +14,7 @@ from desk.events import Event
 from desk.judge import Job, Verdict, judge
 from desk.screen import Paper, Screen, title
 from kit import catalog
-from kit.catalog import Kata, shown
+from kit.catalog import Kata, kata_of, shown
 from kit.stubs import is_untouched
 
 NO_CUDA = "There is no CUDA GPU that torch can use here, so nothing was judged"
@@ -141,6 +141,8 @@ def locate(kata: Kata, answers: str) -> tuple[Path, str]:
         return _PATHS[answers](kata), answers
     path = Path(answers).resolve()
     if path.is_file() and "," not in str(path):
+        if (other := kata_of(path) or kata) != kata:
+            raise Misuse(f"{answers} is an answer to {other.name}, not to {kata.name}")
         return path, str(path)
     raise Misuse(f"no answers {answers!r} ({_why_not(path)}): give katas, solutions or a file")
 

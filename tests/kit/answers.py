@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from kit.catalog import ROOT, Kata
+from kit.catalog import ROOT, Kata, kata_of
 from kit.stubs import make_stub
 
 KINDS = ("katas", "solutions", "right", "stubs", "wrong")
@@ -106,7 +106,8 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
                 for wrong in wrong_answers(kata)
             ]
         elif Path(part).is_file():
-            found.append(Answer(kata, "file", Path(part).resolve()))
+            if kata_of(Path(part)) in (None, kata):
+                found.append(Answer(kata, "file", Path(part).resolve()))
         else:
             raise ValueError(f"no answers {part!r}: give one of {', '.join(KINDS)}, or a file")
     return found

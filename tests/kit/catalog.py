@@ -61,6 +61,11 @@ def find_kata(name: str) -> Kata:
     raise ValueError(f"no kata is named {name!r}; {hint}")
 
 
+def kata_of(path: Path) -> Kata | None:
+    """The kata that a file by its name is an answer to; None if it may be one to any."""
+    return next((kata for kata in all_katas() if kata.name == path.stem), None)
+
+
 def shown(path: Path) -> str:
     """A path as people see it: relative to the repository where it lies inside it."""
     try:

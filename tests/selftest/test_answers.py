@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from desk.hints import parse
+from desk.kata import Misuse, locate
 from kit.answers import Wrong, caught, load, sources, wrong_answers
 from kit.catalog import ROOT, Kata, all_katas
 from selftest.tiny import WRONG, House, later, new_folder, result
@@ -121,6 +122,19 @@ def test_a_wrong_answer_is_edits_or_a_text():
 def test_unknown_answers_are_an_error():
     with pytest.raises(ValueError, match="no answers 'nobody'"):
         sources(all_katas()[0], "katas,nobody")
+
+
+def test_a_file_with_the_name_of_a_kata_answers_that_one_only(tmp_path):
+    first, second, *_ = all_katas()
+    path, free = tmp_path / f"{second.name}.py", tmp_path / "by_a_candidate.py"
+    for file in (path, free):
+        file.touch()
+    both = f"{path},{free}"
+    assert [answer.path for answer in sources(first, both)] == [free]
+    assert [answer.path for answer in sources(second, both)] == [path, free]
+    with pytest.raises(Misuse, match=f"is an answer to {second.name}, not to {first.name}"):
+        locate(first, str(path))
+    assert locate(first, str(free)) == (free, str(free))
 
 
 def test_a_name_that_an_answer_lacks_is_told(tmp_path):
