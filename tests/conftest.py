@@ -153,6 +153,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
         __tracebackhide__ = True
         patience.look(family)
         if patience.is_over:
+            _stop_the_timer()  # once only: the failure takes a while to be shown
             pytest_timeout.timeout_sigalrm(item, settings)
 
     item.cancel_timeout = _stop_the_timer  # type: ignore[attr-defined]

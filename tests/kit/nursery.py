@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.catalog import ROOT
+from kit.patience import family
 
 _FORKS = sys.platform == "linux"
 _MESSAGE = 4096
@@ -53,6 +54,10 @@ class Nursery:
     def is_alive(self) -> bool:
         """Whether it runs."""
         return self._process is not None and self._process.poll() is None
+
+    def family(self) -> list[int]:
+        """The process and all ranks."""
+        return family(self.pid) if self.is_alive else []
 
     def is_home_of(self, folder: Path) -> bool:
         """Whether the ranks of that folder were made here: they go when the process goes."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 _INTERVAL = 0.5  # processor time is known in steps of 10 ms
-_IDLE = 0.1
+_IDLE = 0.1  # of the time: who is ready for work more often than this does not wait
 
 
 class Patience:
@@ -18,12 +21,13 @@ class Patience:
     As long as one of them works, its processor time counts, that of the busiest; where none does,
     they wait, and the wall clock counts. So a loop that does not end and a wait that does not end
     both come to the limit, and a process that gets a quarter of a processor has four times as long.
+    A process that is ready to work and gets no processor at all does not wait: it is starved.
     """
 
     def __init__(self, limit: float) -> None:
         self.limit, self.used = limit, 0.0
         self._last = time.monotonic()
-        self._worked: dict[int, float] = {}
+        self._before: dict[int, Spent] = {}
         self._idle: dict[int, float] = {}
 
     @property
@@ -41,14 +45,16 @@ class Patience:
         if passed < _INTERVAL:
             return False
         self._last += passed
-        most = 0.0
+        most, all_wait = 0.0, True
         for pid in pids():
-            before, now = self._worked.get(pid, 0.0), processor_time(pid)
-            self._worked[pid] = now
-            most = max(most, now - before)
-            is_idle = now - before < _IDLE * passed
-            self._idle[pid] = self._idle.get(pid, 0.0) + passed if is_idle else 0.0
-        self.used += min(most, passed) if most >= _IDLE * passed else passed
+            before, now = self._before.get(pid, Spent(0.0, 0.0)), spent(pid)
+            self._before[pid] = now
+            worked, queued = now.worked - before.worked, now.queued - before.queued
+            most = max(most, worked)
+            waits = worked + queued < _IDLE * passed
+            self._idle[pid] = self._idle.get(pid, 0.0) + passed if waits else 0.0
+            all_wait = all_wait and waits
+        self.used += passed if all_wait else min(most, passed)
         return True
 
     def idle_seconds(self, pid: int) -> float:
@@ -56,13 +62,23 @@ class Patience:
         return self._idle.get(pid, 0.0)
 
 
-def processor_time(pid: int) -> float:
-    """Seconds of work of a process, in all its threads; 0 when it is gone."""
+class Spent(NamedTuple):
+    """Seconds of a process since its start, at work and ready for work; 0 when it is gone."""
+
+    worked: float
+    queued: float
+
+
+def spent(pid: int) -> Spent:
+    """What a process has spent: its work in all threads, its main thread's wait for a processor."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
+        return Spent(0.0, 0.0)
+    queued = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux knows, in nanoseconds
+        queued = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return Spent(times.user + times.system, queued)
 
 
 def family(pid: int | None = None) -> list[int]:

@@ -11,6 +11,7 @@ run has new ones. Worlds of every size get theirs from one nursery and know noth
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -148,7 +149,8 @@ class World:
                         patience.shorten(_GRACE)
             left_over = [rank for rank in waiting if rank.number not in ends]
             pids = {rank.number: rank.ready.pid for rank in left_over if rank.ready}
-            if not patience.look(pids.values) or not may_hang or not ends:
+            working = functools.partial(list, pids.values()) if pids else self._nursery.family
+            if not patience.look(working) or not may_hang or not ends:
                 continue
             idle = all(patience.idle_seconds(pid) >= _IDLE for pid in pids.values())
             if idle and all(is_waiting(self._ask_stack(rank)) for rank in left_over):

@@ -218,7 +218,7 @@ def test_ctrl_c_leaves_nothing_behind():
         process = home.start(*command, TMPDIR=str(temporary))
     _wait(lambda: note.exists() and note.read_text())
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 130
     assert out.endswith("Stopped; nothing was left running.\n")
     assert "Traceback" not in out

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kit import patience
-from kit.patience import Patience, family, processor_time
+from kit.patience import Patience, Spent, family, spent
 from selftest.tiny import House, new_folder
 
 
@@ -18,26 +18,27 @@ class Clocks:
     """The wall clock and the processor time of two processes, which the test moves."""
 
     def __init__(self) -> None:
-        self.wall, self.worked = 1000.0, {1: 0.0, 2: 0.0}
+        self.wall, self.spent = 1000.0, {1: Spent(0.0, 0.0), 2: Spent(0.0, 0.0)}
 
-    def go(self, seconds: float, share_of_1: float, share_of_2: float = 0.0) -> None:
+    def go(self, seconds: float, *shares: float, queued: float = 0.0) -> None:
         self.wall += seconds
-        self.worked[1] += seconds * share_of_1
-        self.worked[2] += seconds * share_of_2
+        for pid, share in enumerate(shares, 1):
+            worked, before = self.spent[pid]
+            self.spent[pid] = Spent(worked + seconds * share, before + seconds * queued)
 
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     clocks = Clocks()
     monkeypatch.setattr(patience.time, "monotonic", lambda: clocks.wall)
-    monkeypatch.setattr(patience, "processor_time", clocks.worked.__getitem__)
+    monkeypatch.setattr(patience, "spent", lambda pid: clocks.spent.get(pid, Spent(0, 0)))
     return clocks
 
 
-def used(clocks: Clocks, seconds: int, *shares: float) -> float:
+def used(clocks: Clocks, seconds: int, *shares: float, queued: float = 0.0) -> float:
     limit = Patience(1e9)
     for _ in range(seconds):
-        clocks.go(1.0, *shares)
+        clocks.go(1.0, *shares, queued=queued)
         limit.look(lambda: [1, 2])
     return limit.used
 
@@ -57,6 +58,10 @@ def test_forty_seconds_of_the_wall_clock_use_up(
     clocks: Clocks, shares: tuple[float, ...], want: float
 ) -> None:
     assert used(clocks, 40, *shares) == pytest.approx(want)
+
+
+def test_to_be_ready_for_work_and_get_no_processor_is_not_to_wait(clocks: Clocks) -> None:
+    assert used(clocks, 100, 0.05, queued=0.9) == pytest.approx(5)
 
 
 def test_a_limit_ends_and_can_be_shortened(clocks: Clocks) -> None:
@@ -100,7 +105,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _await(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not is_so():
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -108,12 +113,13 @@ def _await(is_so: Callable[[], bool]) -> None:
 
 def test_it_reads_a_process_and_its_family(child: subprocess.Popen[bytes]) -> None:
     _await(lambda: len(family(child.pid)) == 2)
-    _await(lambda: processor_time(child.pid) > 0.2)
+    _await(lambda: spent(child.pid).worked > 0.2)
+    assert spent(child.pid).queued >= 0.0
     assert family(child.pid)[0] == child.pid
     assert child.pid in family()
     child.kill()
     child.wait()
-    assert processor_time(child.pid) == 0.0
+    assert spent(child.pid) == Spent(0.0, 0.0)
     assert family(child.pid) == [child.pid]
 
 
@@ -141,3 +147,4 @@ def test_specs_that_loop_or_wait_come_to_their_limit() -> None:
     _, out = home.run("pytest", "tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
     assert "2 failed, 1 passed" in out
     assert out.count("Timeout (>1.0s) from pytest-timeout") >= 2
+    assert "INTERNALERROR" not in out
