@@ -179,9 +179,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="runs whose name holds this word")
     parser.add_argument("--also", nargs="*", default=[], help="files of further right answers")
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    if missing := [name for name in options.also if not Path(name).is_file()]:
+        parser.error(f"--also: there is no file {missing[0]}")
+    every = [run for run in runs(options.also) if options.only in run.name]
+    if not every:
+        parser.error(f"--only: no run has {options.only!r} in its name")
     console = Console(highlight=False, soft_wrap=True, markup=False)
     STATE.mkdir(parents=True, exist_ok=True)
-    every = [run for run in runs(options.also) if options.only in run.name]
     code = fingerprint(options.also)
     done = known(code)
     for result in (done[run.name] for run in every if run.name in done):

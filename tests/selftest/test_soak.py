@@ -77,3 +77,21 @@ def test_a_line_for_each_run_and_what_has_passed_is_not_run_again(
 
     (state.parent / "pyproject.toml").write_text("# other", encoding="utf-8")
     assert "passed before" not in (soak.main(["--only=one"]), capsys.readouterr().out)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--jobs=0"], "--jobs must be at least 1, not 0"),
+        (["--also", "nowhere.py"], "--also: there is no file nowhere.py"),
+        (["--only=mars"], "--only: no run has 'mars' in its name"),
+    ],
+)
+def test_what_cannot_be_run_is_told_before_anything_is_done(
+    state: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        soak.main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not state.exists()
