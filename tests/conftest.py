@@ -165,7 +165,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 def _stop_the_timer() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # Not SIG_DFL: a last alarm that is on its way to another thread would end the process.
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
 
 @pytest.fixture
