@@ -22,13 +22,14 @@ import pytest
 import pytest_timeout
 import torch
 
-from kit import draw, gpu, verdict
-from kit.answers import Answer, load, sources
+from kit.answers.loading import Answer, load, sources
+from kit.answers.reset_torch import reset_torch
 from kit.catalog import find_kata
-from kit.hygiene import clean_slate
-from kit.nursery import Nursery
+from kit.laws import checks, draw
+from kit.memory import gpu
 from kit.patience import Patience, family
-from kit.world import World
+from kit.ranks.nursery import Nursery
+from kit.ranks.world import World
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,7 +121,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
             if isinstance(error, NotImplementedError):
                 return True
             raise
-        honest = answer.wrong.raises or verdict.SpecFailure
+        honest = answer.wrong.raises or checks.SpecFailure
         if not isinstance(error, honest):
             raise
         if answer.wrong.says not in str(error):
@@ -135,8 +136,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
     if call.when == "call":
-        item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in verdict.bars]
-        verdict.bars.clear()
+        item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in checks.bars]
+        checks.bars.clear()
         if call.excinfo is None:
             _launch_world(item)
     return (yield)
@@ -247,5 +248,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _clean_torch() -> None:
     """Every spec starts from the same torch, whatever an answer before it has left behind."""
-    clean_slate()
-    verdict.bars.clear()
+    reset_torch()
+    checks.bars.clear()

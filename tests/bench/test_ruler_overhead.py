@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kit import draw
-from kit.ruler import LiveBytes
-from kit.toys import mlp
+from kit.laws import draw
+from kit.laws.toys import mlp
+from kit.memory.ruler import LiveBytes
 
 
 @pytest.mark.benchmark(group="a training step of an MLP of 384 x 4, 256 rows")

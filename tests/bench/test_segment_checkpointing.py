@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from kit import draw
-from kit.answers import load
+from kit.answers.loading import load
 from kit.catalog import find_kata
+from kit.laws import draw
 
 LAYERS, SEGMENTS, WIDTH, ROWS, ROUNDS = 16, 4, 256, 512, 40
 

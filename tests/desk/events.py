@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kit.plan import Plan, Row
+from kit.memory.plan import Plan, Row
 
 # How a spec can end. "todo" is NotImplementedError out of the candidate's own file; "skipped" is
 # what this device cannot show.

@@ -17,7 +17,7 @@ from desk import source
 from desk.events import Problem
 from desk.source import Place
 from kit.catalog import shown
-from kit.verdict import SpecFailure
+from kit.laws.checks import SpecFailure
 
 # "train_step() got an unexpected ...", "Writer.__init__() missing 1 required ...",
 # "Counter() takes no arguments": how Python says that a call does not fit.

@@ -8,7 +8,7 @@ from desk.judge import Job, Verdict, judge
 from desk.kata import locate, named, next_steps, reference_job, why_no_cuda
 from desk.screen import Paper, Screen, summary, title
 from kit import catalog
-from kit.stubs import is_untouched
+from kit.answers.stubs import is_untouched
 
 
 def run(name: str | None, answers: str, limit: float) -> int:

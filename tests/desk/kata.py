@@ -14,8 +14,8 @@ from desk.events import Event
 from desk.judge import Job, Verdict, judge
 from desk.screen import Paper, Screen, title
 from kit import catalog
+from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, kata_of, shown
-from kit.stubs import is_untouched
 
 NO_CUDA = "There is no CUDA GPU that torch can use here, so nothing was judged"
 

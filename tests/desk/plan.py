@@ -17,9 +17,9 @@ from desk.judge import Job, Verdict, judge
 from desk.kata import Misuse, locate, named, reference_job
 from desk.screen import Paper, Screen, at
 from kit import catalog
+from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
-from kit.plan import Plan, Row
-from kit.stubs import is_untouched
+from kit.memory.plan import Plan, Row
 
 _GIB = 2**30
 _CARDS = (24, 40, 80)  # GiB of common GPUs

@@ -29,9 +29,9 @@ import pytest  # noqa: E402
 from desk import events  # noqa: E402
 from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started  # noqa: E402
 from desk.explain import TODO_KIND, Judged, explain, place_in  # noqa: E402
-from kit import answers  # noqa: E402
-from kit.answers import Answer  # noqa: E402
-from kit.ruler import human  # noqa: E402
+from kit.answers import loading  # noqa: E402
+from kit.answers.loading import Answer  # noqa: E402
+from kit.memory.ruler import human  # noqa: E402
 
 FILE_VARIABLE = "MEMORY_KATAS_EVENTS"
 GROUPS = ("works", "exact", "saves", "survives")
@@ -147,7 +147,7 @@ def _is_importing(error: BaseException, item: pytest.Item) -> bool:
     trace = error.__traceback__
     while answer and trace is not None:
         frame = trace.tb_frame
-        if frame.f_code is answers.load.__code__ and frame.f_locals["path"] == answer.path:
+        if frame.f_code is loading.load.__code__ and frame.f_locals["path"] == answer.path:
             return True
         trace = trace.tb_next
     return False

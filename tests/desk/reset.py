@@ -10,8 +10,8 @@ from pathlib import Path
 from desk.kata import named
 from desk.screen import Paper
 from kit import catalog
+from kit.answers.stubs import is_untouched, make_stub
 from kit.catalog import Kata, shown
-from kit.stubs import is_untouched, make_stub
 
 
 def run(name: str | None, force: bool) -> int:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kit import draw
-from kit.account import Account, account
-from kit.collectives import Collective, collectives
+from kit.laws import draw
+from kit.memory.account import Account, account
+from kit.ranks.collectives import Collective, collectives
 
 BLOCKS, SAMPLES, WIDTH, HIDDEN = 3, 70, 61, 83
 SHAPES = ((HIDDEN, WIDTH), (HIDDEN,), (WIDTH, HIDDEN), (WIDTH,))  # of one block's parameters

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kit import draw
-from kit.account import KINDS, Account, account
-from kit.collectives import Collective
-from kit.ruler import measure
-from kit.simulated import dry_run, simulated_world
+from kit.laws import draw
+from kit.memory.account import KINDS, Account, account
+from kit.memory.ruler import measure
+from kit.ranks.collectives import Collective
+from kit.ranks.simulated import dry_run, simulated_world
 from selftest.stacks import (
     BLOCKS,
     HIDDEN,

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kit import draw
-from kit.account import Account, account
-from kit.ruler import measure
-from kit.simulated import dry_run, simulated_world
+from kit.laws import draw
+from kit.memory.account import Account, account
+from kit.memory.ruler import measure
+from kit.ranks.simulated import dry_run, simulated_world
 from selftest.stacks import (
     BLOCKS,
     SAMPLES,

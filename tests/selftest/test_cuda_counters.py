@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from kit import ruler
-from kit.answers import load, sources
+from kit.answers.loading import load, sources
 from kit.catalog import find_kata
-from kit.ruler import LiveBytes
+from kit.memory import ruler
+from kit.memory.ruler import LiveBytes
 
 KIB, MIB = 2**10, 2**20
 ALREADY = 64 * MIB  # workspaces, and whatever else lives on the device

@@ -9,7 +9,7 @@ import pytest
 
 from desk.__main__ import main
 from kit import catalog
-from kit.stubs import is_untouched, make_stub
+from kit.answers.stubs import is_untouched, make_stub
 from selftest.tiny import HINTS, SOLUTION, House, house, later, new_folder, once, result
 
 

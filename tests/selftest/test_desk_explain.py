@@ -11,7 +11,7 @@ from desk.events import Broken, Chart, Collected, Finished, Outcome, Problem, Sp
 from desk.explain import Judged, explain
 from desk.judge import Job, Verdict
 from desk.screen import state, summary
-from kit.answers import load
+from kit.answers.loading import load
 from selftest.tiny import SOLUTION
 
 

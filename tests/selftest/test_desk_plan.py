@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 # mean() of 0 ... values - 1, in GiB, is what "shards" holds.
 PLAN = """\
-from kit.plan import Plan, Row
+from kit.memory.plan import Plan, Row
 
 SIZES = {"values": 49, "ranks": 1_000}
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit import draw
-from kit.answers import load
+from kit.answers.loading import load
+from kit.answers.reset_torch import reset_torch
 from kit.catalog import ROOT
-from kit.hygiene import clean_slate
-from kit.nursery import Nursery
-from kit.toys import text_batches
-from kit.world import World
+from kit.laws import draw
+from kit.laws.toys import text_batches
+from kit.ranks.nursery import Nursery
+from kit.ranks.world import World
 from selftest import world_programs as programs
 
 FILES = [
@@ -31,7 +31,7 @@ MODULES = {"Linear", "Embedding", "Conv1d", "Conv2d", "MultiheadAttention"}
 
 def _numbers() -> list[list[float]]:
     """What comes from each of the ways to draw, and from a fresh start of a spec."""
-    clean_slate()
+    reset_torch()
     found = [torch.rand(3), draw.randn(3), draw.rand(3)]
     draw.seed(4)
     found += [torch.rand(3), draw.next_random(torch.device("cpu"))]
@@ -69,7 +69,7 @@ def test_ranks_draw_from_moved_seeds_too(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (there,) = World(1, nursery).run(load(path), programs.state, False)
     finally:
         nursery.close()
-    clean_slate()
+    reset_torch()
     assert there[2] == torch.rand(1).item()
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from kit import gpu
+from kit.memory import gpu
 
 
 @pytest.fixture

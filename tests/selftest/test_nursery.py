@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kit.answers import load
-from kit.nursery import Nursery
-from kit.verdict import SpecFailure
-from kit.world import World
+from kit.answers.loading import load
+from kit.laws.checks import SpecFailure
+from kit.ranks.nursery import Nursery
+from kit.ranks.world import World
 from selftest import world_programs as programs
 from selftest.tiny import House, hears_ctrl_c, new_folder
 

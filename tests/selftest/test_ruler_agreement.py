@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kit import draw
-from kit.ruler import bytes_of, human, measure
-from kit.witness import allocator_peaks
+from kit.laws import draw
+from kit.memory.profiler_peak import allocator_peaks
+from kit.memory.ruler import bytes_of, human, measure
 
 Step = Callable[[], object]
 Workload = tuple[str, Step, list[object]]

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kit import draw
-from kit.ruler import LiveBytes, Reading, bytes_of, human, measure
+from kit.laws import draw
+from kit.memory.ruler import LiveBytes, Reading, bytes_of, human, measure
 
 KIB = 1024
 

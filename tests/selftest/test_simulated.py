@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from kit import draw
-from kit.account import account
-from kit.collectives import Collective, collectives
-from kit.ruler import measure
-from kit.simulated import dry_run, simulated_world
+from kit.laws import draw
+from kit.memory.account import account
+from kit.memory.ruler import measure
+from kit.ranks.collectives import Collective, collectives
+from kit.ranks.simulated import dry_run, simulated_world
 from selftest.stacks import BLOCKS, Stack, World, make_optimizer, shard
 
 pytestmark = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import textwrap
 import pytest
 
 from desk.source import signature
+from kit.answers.stubs import is_untouched, make_stub
 from kit.catalog import all_katas, shown
-from kit.stubs import is_untouched, make_stub
 
 SAMPLE = '''\
 """What the kata is."""

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from desk.explain import Judged, explain
-from kit import verdict
-from kit.answers import load
-from kit.collectives import Collective
-from kit.nursery import Nursery
-from kit.trouble import is_waiting
-from kit.verdict import Bar, SpecFailure
-from kit.world import World
+from kit.answers.loading import load
+from kit.laws import checks
+from kit.laws.checks import Bar, SpecFailure
+from kit.ranks.collectives import Collective
+from kit.ranks.nursery import Nursery
+from kit.ranks.rank_failures import is_waiting
+from kit.ranks.world import World
 from selftest import world_programs as programs
 from selftest.tiny import House, later, new_folder, result
 
@@ -85,10 +85,10 @@ def test_prints_come_with_their_rank(ours, bad, capsys):
 
 
 def test_bars_of_rank_0_count(ours, bad):
-    verdict.bars.clear()
+    checks.bars.clear()
     ours.run(bad, programs.bar)
-    assert verdict.bars == [Bar("peak", 100, 200, None, None, "2 * 100")]
-    verdict.bars.clear()
+    assert checks.bars == [Bar("peak", 100, 200, None, None, "2 * 100")]
+    checks.bars.clear()
 
 
 def test_an_error_of_one_rank_is_raised_with_its_line(ours, bad):
@@ -219,7 +219,8 @@ def test_a_process_group_that_is_destroyed(ours, bad):
 SPECS = """\
 import pytest
 
-from kit.verdict import check_equal
+from kit.laws import checks
+from kit.laws.checks import check_equal
 from specs.worldly import ranks
 
 

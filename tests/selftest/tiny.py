@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from kit.answers.stubs import make_stub
 from kit.catalog import ROOT
-from kit.stubs import make_stub
 
 SOLUTION = '''\
 """Tiny mean: the smallest kata that has all of a kata."""
@@ -71,7 +71,7 @@ class Counter:
 SPECS_1 = '''\
 import pytest
 
-from kit.verdict import check_bar, check_equal, check_raises
+from kit.laws.checks import check_bar, check_equal, check_raises
 
 
 class TestPart1Mean:
@@ -106,7 +106,7 @@ class TestPart1Mean:
 SPECS_2 = '''\
 import pytest
 
-from kit.verdict import check, check_equal
+from kit.laws.checks import check, check_equal
 
 
 class TestPart2Counter:
@@ -135,7 +135,7 @@ class TestPart2Counter:
 '''
 
 WRONG = """\
-from kit.answers import Wrong
+from kit.answers.loading import Wrong
 
 WRONG = [
     Wrong("forgets_one", "the last value does not count", "test_is_the_sum_over_the_count[three]",

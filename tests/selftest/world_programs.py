@@ -10,9 +10,9 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kit import draw
-from kit.collectives import Collective, collectives
-from kit.verdict import check_bar, fail
+from kit.laws import draw
+from kit.laws.checks import check_bar, fail
+from kit.ranks.collectives import Collective, collectives
 
 ANSWER = """\
 import os

@@ -1,6 +1,6 @@
 """Mistakes in amp_loop, each with the spec that must catch it."""
 
-from kit.answers import Wrong
+from kit.answers.loading import Wrong
 
 UNSCALE = """        # Unscale before anything looks at the gradients: scaled ones are 65536 times too long,
         # and clipping those would leave a step of next to nothing.

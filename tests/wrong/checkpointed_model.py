@@ -1,6 +1,6 @@
 """Mistakes in checkpointed_model, each with the spec that must catch it."""
 
-from kit.answers import Wrong
+from kit.answers.loading import Wrong
 
 GUARD = """        if not (self.use_checkpoint and self.training):
             return _run(blocks, x, mask)

@@ -1,6 +1,6 @@
 """Mistakes in fsdp_wrap, each with the spec that must catch it."""
 
-from kit.answers import Wrong
+from kit.answers.loading import Wrong
 
 # Parts 1 and 2: wrap.
 

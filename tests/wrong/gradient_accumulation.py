@@ -1,6 +1,6 @@
 """Mistakes in gradient_accumulation, each with the spec that must catch it."""
 
-from kit.answers import Wrong
+from kit.answers.loading import Wrong
 
 # Part 1: the loop of accumulate, and what stands before it.
 CHECK_1 = """    for batch in micro_batches:

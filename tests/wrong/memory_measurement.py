@@ -1,6 +1,6 @@
 """Mistakes in memory_measurement, each with the spec that must catch it."""
 
-from kit.answers import Wrong
+from kit.answers.loading import Wrong
 
 WRONG = [
     # Part 1

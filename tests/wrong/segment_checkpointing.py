@@ -1,6 +1,6 @@
 """Mistakes in segment_checkpointing, each with the spec that must catch it."""
 
-from kit.answers import Wrong
+from kit.answers.loading import Wrong
 
 APPLY = """    anchor = torch.empty(0, requires_grad=True)
     return _Checkpoint.apply(anchor, function, *args)  # type: ignore[no-untyped-call]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kit import draw
-from kit.toys import mse
+from kit.laws import draw
+from kit.laws.toys import mse
 
 
 def batches(count: int, device: torch.device, overflow_at: tuple[int, ...] = ()) -> list:

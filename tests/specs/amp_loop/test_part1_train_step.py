@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.precisions import DTYPES, HALVES, scaler_for
-from kit.ruler import bytes_of, measure
-from kit.toys import Probe, mlp, mse
-from kit.verdict import check, check_bar, check_close, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_close, check_equal
+from kit.laws.precisions import DTYPES, HALVES, scaler_for
+from kit.laws.toys import Probe, mlp, mse
+from kit.memory.ruler import bytes_of, measure
 from specs.amp_loop.common import grads_of
 from specs.amp_loop.train_step import (
     TOLERANCE,

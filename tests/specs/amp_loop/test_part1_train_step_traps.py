@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kit.precisions import DTYPES
-from kit.snapshot import Snapshot
-from kit.toys import mse
-from kit.verdict import check, check_close, check_equal, check_raises, show
+from kit.laws.checks import check, check_close, check_equal, check_raises, show
+from kit.laws.precisions import DTYPES
+from kit.laws.snapshot import Snapshot
+from kit.laws.toys import mse
 from specs.amp_loop.train_step import BAD, TOLERANCE, norm_of, regression, take_step, true_gradients
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from kit import draw
-from kit.ruler import measure
-from kit.snapshot import Snapshot
-from kit.toys import mlp
-from kit.verdict import check_bar, check_close, check_equal
+from kit.laws import draw
+from kit.laws.checks import check_bar, check_close, check_equal
+from kit.laws.snapshot import Snapshot
+from kit.laws.toys import mlp
+from kit.memory.ruler import measure
 from specs.amp_loop.common import grads_of
 from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, play, weights
 

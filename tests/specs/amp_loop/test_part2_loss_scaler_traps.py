@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kit import draw
-from kit.snapshot import Snapshot
-from kit.toys import mlp, mse
-from kit.verdict import check, check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check, check_equal, check_raises
+from kit.laws.snapshot import Snapshot
+from kit.laws.toys import mlp, mse
 from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, weights
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kit import draw
-from kit.precisions import DTYPES
-from kit.ruler import measure
-from kit.toys import Block, mlp, mse, text_batches
-from kit.verdict import check, check_bar, check_close, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_close, check_equal
+from kit.laws.precisions import DTYPES
+from kit.laws.toys import Block, mlp, mse, text_batches
+from kit.memory.ruler import measure
 from specs.amp_loop.runs import Run, batches
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kit.snapshot import Snapshot
-from kit.toys import mlp, mse
-from kit.verdict import check, check_close, check_equal, check_raises
+from kit.laws.checks import check, check_close, check_equal, check_raises
+from kit.laws.snapshot import Snapshot
+from kit.laws.toys import mlp, mse
 from specs.amp_loop.runs import Run, Unsavable, batches
 
 

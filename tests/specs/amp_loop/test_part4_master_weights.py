@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.precisions import HALVES
-from kit.ruler import bytes_of, measure
-from kit.toys import mlp
-from kit.verdict import check, check_bar, check_close, check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
+from kit.laws.precisions import HALVES
+from kit.laws.toys import mlp
+from kit.memory.ruler import bytes_of, measure
 
 
 def layer(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.precisions import SCALE, scaler_for
-from kit.toys import mlp, mse
-from kit.verdict import check_close
+from kit.laws import draw
+from kit.laws.checks import check_close
+from kit.laws.precisions import SCALE, scaler_for
+from kit.laws.toys import mlp, mse
 
 # Rounding of one 16-bit operation; sums of a few hundred products stay within four of them.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}

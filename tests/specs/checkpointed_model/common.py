@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from kit import draw
-from kit.ruler import bytes_of, measure
-from kit.verdict import check, check_equal, show
+from kit.laws import draw
+from kit.laws.checks import check, check_equal, show
+from kit.memory.ruler import bytes_of, measure
 
 WIDTH = 16  # of the LargeModels
 LAYERS = 7

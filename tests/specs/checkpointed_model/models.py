@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kit import draw
-from kit.toys import Block
-from kit.verdict import check, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_equal
+from kit.laws.toys import Block
 from specs.checkpointed_model.common import WIDTH, Runs
 
 _PARTS = ["mean", "name", "nothing"]
@@ -150,7 +150,7 @@ class Calls(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in kit.ruler
+        return False  # as in kit.memory.ruler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func] += 1

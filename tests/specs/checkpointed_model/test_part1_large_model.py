@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kit import draw
-from kit.verdict import check, check_bar, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_equal
 from specs.checkpointed_model.common import (
     WIDTH,
     back,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kit.verdict import check_equal, check_raises
+from kit.laws.checks import check_equal, check_raises
 from specs.checkpointed_model.common import WIDTH, back, by_hand, inputs, runs_of
 
 

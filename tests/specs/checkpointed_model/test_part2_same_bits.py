@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.verdict import check, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_equal
 from specs.checkpointed_model.common import LAYERS, SIZES, WIDTH, back, check_same, inputs, step
 
 

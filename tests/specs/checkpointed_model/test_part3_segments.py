@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kit import draw
-from kit.verdict import check, check_bar, check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_equal, check_raises
 from specs.checkpointed_model.common import (
     WIDTH,
     back,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kit import draw
-from kit.toys import Block
-from kit.verdict import check, check_bar, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.toys import Block
 from specs.checkpointed_model.common import (
     WIDTH,
     Runs,

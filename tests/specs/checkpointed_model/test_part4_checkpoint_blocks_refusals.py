@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kit import draw
-from kit.verdict import check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check_equal, check_raises
 from specs.checkpointed_model.common import WIDTH, Runs, back
 from specs.checkpointed_model.models import Mixer, Named, Nest, host, host_runs
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from kit import draw
-from kit.toys import Block
-from kit.verdict import check, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_equal
+from kit.laws.toys import Block
 from specs.checkpointed_model.common import WIDTH, Runs, back, check_same, rounding, step
 from specs.checkpointed_model.models import (
     Calls,

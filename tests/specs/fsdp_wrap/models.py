@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from kit import draw
-from kit.verdict import check, check_close, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_close, check_equal
 
 Batch = tuple[Tensor, Tensor]
 
@@ -24,7 +24,7 @@ FEATURES, OUTPUTS = 5, 3
 class Block(nn.Module):
     """x + down(drop(tanh(up(norm(x))))); the hidden width is 3 * width + 1.
 
-    Smooth, as everything whose gradients are compared in two precisions: see kit.toys.mlp.
+    Smooth, as everything whose gradients are compared in two precisions: see kit.laws.toys.mlp.
     """
 
     def __init__(self, width: int, drop: float = 0.0) -> None:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kit.account import Account, account
-from kit.collectives import collectives
-from kit.plan import Plan, Row
-from kit.simulated import dry_run
-from kit.toys import Block
+from kit.laws.toys import Block
+from kit.memory.account import Account, account
+from kit.memory.plan import Plan, Row
+from kit.ranks.collectives import collectives
+from kit.ranks.simulated import dry_run
 
 SIZES = {"layers": 12, "width": 6144, "words": 32_000, "ranks": 64, "batch": 1, "length": 2048}
 HEAD = 128  # the width of an attention head

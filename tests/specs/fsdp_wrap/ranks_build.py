@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from kit import draw
-from kit.collectives import collectives
-from kit.rank import device
-from kit.ruler import measure
-from kit.verdict import check_raises
+from kit.laws import draw
+from kit.laws.checks import check_raises
+from kit.memory.ruler import measure
+from kit.ranks.collectives import collectives
+from kit.ranks.rank import device
 from specs.fsdp_wrap.models import (
     FEATURES,
     OUTPUTS,

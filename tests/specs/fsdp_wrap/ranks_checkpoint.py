@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kit.rank import device
-from kit.ruler import measure
-from kit.verdict import check_equal, check_raises
+from kit.laws.checks import check_equal, check_raises
+from kit.memory.ruler import measure
+from kit.ranks.rank import device
 from specs.fsdp_wrap.models import (
     Batch,
     Block,

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kit import draw
-from kit.rank import device
-from kit.verdict import check_raises
+from kit.laws import draw
+from kit.laws.checks import check_raises
+from kit.ranks.rank import device
 from specs.fsdp_wrap.models import OUTPUTS, Batch, Block, Trained, gradients, momentum, mse
 from specs.fsdp_wrap.ranks_step import Plan, batches, mesh, wrapped
 from specs.fsdp_wrap.shapes import SHAPES

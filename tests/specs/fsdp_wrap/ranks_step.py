@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from kit import draw
-from kit.rank import device
-from kit.verdict import check, check_raises
+from kit.laws import draw
+from kit.laws.checks import check, check_raises
+from kit.ranks.rank import device
 from specs.fsdp_wrap.models import (
     Batch,
     Block,

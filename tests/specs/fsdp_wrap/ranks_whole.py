@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.verdict import check_raises
+from kit.laws.checks import check_raises
 from specs.fsdp_wrap.models import weights
 from specs.fsdp_wrap.ranks_checkpoint import MADE, small, steps
 from specs.fsdp_wrap.ranks_step import wrapped

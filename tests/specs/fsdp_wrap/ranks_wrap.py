@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from kit.rank import device
-from kit.verdict import check_close, check_equal
+from kit.laws.checks import check_close, check_equal
+from kit.ranks.rank import device
 from specs.fsdp_wrap.models import (
     Batch,
     Block,

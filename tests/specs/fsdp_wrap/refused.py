@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from kit.verdict import check, check_equal, check_raises
+from kit.laws.checks import check, check_equal, check_raises
 from specs.fsdp_wrap.models import adamw
 
 

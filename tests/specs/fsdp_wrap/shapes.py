@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit import draw
+from kit.laws import draw
 from specs.fsdp_wrap.models import FEATURES, OUTPUTS, Block, make
 
 Shape = tuple[nn.Module, Any]  # the model and its block_types

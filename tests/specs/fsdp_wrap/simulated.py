@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kit import draw
-from kit.account import Account, account
-from kit.collectives import Collective, collectives
-from kit.ruler import bytes_of, measure
-from kit.simulated import simulated_world
-from kit.verdict import check
+from kit.laws import draw
+from kit.laws.checks import check
+from kit.memory.account import Account, account
+from kit.memory.ruler import bytes_of, measure
+from kit.ranks.collectives import Collective, collectives
+from kit.ranks.simulated import simulated_world
 from specs.fsdp_wrap.models import (
     FEATURES,
     OUTPUTS,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from kit.simulated import simulated_world
-from kit.verdict import check, check_bar, check_close, check_equal
+from kit.laws.checks import check, check_bar, check_close, check_equal
+from kit.ranks.simulated import simulated_world
 from specs.fsdp_wrap import ranks_wrap
 from specs.fsdp_wrap.models import (
     FEATURES,

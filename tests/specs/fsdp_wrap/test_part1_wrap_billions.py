@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from kit.account import Account
-from kit.ruler import human
-from kit.toys import Block
-from kit.verdict import check, check_bar
+from kit.laws.checks import check, check_bar
+from kit.laws.toys import Block
+from kit.memory.account import Account
+from kit.memory.ruler import human
 from specs.fsdp_wrap.models import shard_bytes, units, whole_bytes
 from specs.fsdp_wrap.plan import LargeModel, rehearse
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kit.simulated import simulated_world
-from kit.verdict import check_bar, check_equal
+from kit.laws.checks import check_bar, check_equal
+from kit.ranks.simulated import simulated_world
 from specs.fsdp_wrap import ranks_wrap
 from specs.fsdp_wrap.models import FEATURES, Block, adamw, make, shard_bytes, units, whole_bytes
 from specs.fsdp_wrap.refused import check_refused

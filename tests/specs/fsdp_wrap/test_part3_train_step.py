@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kit.verdict import check, check_close, check_equal, fail
+from kit.laws.checks import check, check_close, check_equal, fail
 from specs.fsdp_wrap import ranks_inputs, ranks_step
 from specs.fsdp_wrap.models import (
     Trained,

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from kit.account import Account, account
-from kit.collectives import Collective, collectives
-from kit.ruler import human
-from kit.simulated import simulated_world
-from kit.verdict import check, check_bar, check_equal
+from kit.laws.checks import check, check_bar, check_equal
+from kit.memory.account import Account, account
+from kit.memory.ruler import human
+from kit.ranks.collectives import Collective, collectives
+from kit.ranks.simulated import simulated_world
 from specs.fsdp_wrap.models import (
     Block,
     Model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kit.verdict import check, check_close
+from kit.laws.checks import check, check_close
 from specs.fsdp_wrap import ranks_inputs, ranks_step
 from specs.fsdp_wrap.models import Batch, check_named, gradients, joined, make, mse, train_alone
 from specs.fsdp_wrap.ranks_step import AFTER, GOOD, Plan, batches, of_all

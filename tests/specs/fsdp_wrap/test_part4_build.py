@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kit.verdict import check, check_close, check_equal
+from kit.laws.checks import check, check_close, check_equal
 from specs.fsdp_wrap import ranks_build, ranks_checkpoint, ranks_whole
 from specs.fsdp_wrap.files import load_file
 from specs.fsdp_wrap.models import (

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from kit.simulated import simulated_world
-from kit.verdict import check_bar
+from kit.laws.checks import check_bar
+from kit.ranks.simulated import simulated_world
 from specs.fsdp_wrap import ranks_build, ranks_checkpoint
 from specs.fsdp_wrap.models import (
     Model,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.verdict import check, check_equal
+from kit.laws.checks import check, check_equal
 from specs.fsdp_wrap import ranks_build, ranks_checkpoint, ranks_interrupted, ranks_whole
 from specs.fsdp_wrap.files import load_file
 from specs.fsdp_wrap.models import (

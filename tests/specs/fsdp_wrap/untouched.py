@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kit.verdict import check
+from kit.laws.checks import check
 
 
 def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.ruler import bytes_of, measure
-from kit.toys import mlp
-from kit.verdict import check, fail, show
+from kit.laws import draw
+from kit.laws.checks import check, fail, show
+from kit.laws.toys import mlp
+from kit.memory.ruler import bytes_of, measure
 
 Batch = tuple[Tensor, Tensor]
 LossFn = Callable[[Tensor, Tensor], Tensor]

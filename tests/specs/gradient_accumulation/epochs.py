@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from kit.precisions import scaler_for
-from kit.toys import mse
+from kit.laws.precisions import scaler_for
+from kit.laws.toys import mse
 from specs.gradient_accumulation.common import Batch, LossFn, count_steps, joined
 
 # Rounding of one 16-bit operation; sums of a few hundred products stay within four of them.

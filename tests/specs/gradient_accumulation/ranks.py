@@ -13,10 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector
 
-from kit.collectives import collectives
-from kit.ruler import measure
-from kit.snapshot import Snapshot
-from kit.verdict import check, check_equal, check_raises
+from kit.laws.checks import check, check_equal, check_raises
+from kit.laws.snapshot import Snapshot
+from kit.memory.ruler import measure
+from kit.ranks.collectives import collectives
 from specs.gradient_accumulation.common import (
     Batch,
     check_vector,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kit import draw
-from kit.ruler import measure
-from kit.toys import mlp, mse
-from kit.verdict import check, check_bar, check_close, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_close, check_equal
+from kit.laws.toys import mlp, mse
+from kit.memory.ruler import measure
 from specs.gradient_accumulation.common import (
     Batch,
     check_vector,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.snapshot import Snapshot
-from kit.toys import mse
-from kit.verdict import check, check_equal, check_raises, show
+from kit.laws.checks import check, check_equal, check_raises, show
+from kit.laws.snapshot import Snapshot
+from kit.laws.toys import mse
 from specs.gradient_accumulation.common import (
     bad_batch,
     check_vector,

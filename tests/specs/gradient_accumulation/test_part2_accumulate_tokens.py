@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.ruler import measure
-from kit.verdict import check, check_bar, check_close, check_equal
+from kit.laws.checks import check, check_bar, check_close, check_equal
+from kit.memory.ruler import measure
 from specs.gradient_accumulation.common import (
     Batch,
     check_vector,

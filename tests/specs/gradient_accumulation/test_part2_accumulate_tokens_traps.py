@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kit.snapshot import Snapshot
-from kit.verdict import check_equal, check_raises
+from kit.laws.checks import check_equal, check_raises
+from kit.laws.snapshot import Snapshot
 from specs.gradient_accumulation.common import (
     bad_batch,
     check_vector,

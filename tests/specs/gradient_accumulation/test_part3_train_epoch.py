@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.precisions import DTYPES, HALVES
-from kit.toys import Probe, mse
-from kit.verdict import check, check_close, check_equal
+from kit.laws.checks import check, check_close, check_equal
+from kit.laws.precisions import DTYPES, HALVES
+from kit.laws.toys import Probe, mse
 from specs.gradient_accumulation.common import (
     Batch,
     check_vector,

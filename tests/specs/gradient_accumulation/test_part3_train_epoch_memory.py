@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from kit import draw
-from kit.precisions import DTYPES, scaler_for
-from kit.ruler import measure
-from kit.toys import mlp, mse
-from kit.verdict import check_bar
+from kit.laws import draw
+from kit.laws.checks import check_bar
+from kit.laws.precisions import DTYPES, scaler_for
+from kit.laws.toys import mlp, mse
+from kit.memory.ruler import measure
 from specs.gradient_accumulation.common import (
     Batch,
     deep_model,

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from kit.snapshot import Snapshot
-from kit.toys import mse
-from kit.verdict import check_equal, check_raises
+from kit.laws.checks import check_equal, check_raises
+from kit.laws.snapshot import Snapshot
+from kit.laws.toys import mse
 from specs.gradient_accumulation.common import regression
 from specs.gradient_accumulation.epochs import Epoch
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit.precisions import DTYPES, scaler_for
-from kit.toys import mse
-from kit.verdict import check, check_close, check_equal, check_raises, show
+from kit.laws.checks import check, check_close, check_equal, check_raises, show
+from kit.laws.precisions import DTYPES, scaler_for
+from kit.laws.toys import mse
 from specs.gradient_accumulation.common import (
     Batch,
     bad_batch,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from kit.verdict import check, check_bar, check_close, check_equal
+from kit.laws.checks import check, check_bar, check_close, check_equal
 from specs.gradient_accumulation import ranks
 from specs.gradient_accumulation.common import Batch, check_vector, gradient, gradient_bytes
 from specs.gradient_accumulation.tokens import (

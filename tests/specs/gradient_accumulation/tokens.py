@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kit import draw
+from kit.laws import draw
 from specs.gradient_accumulation.common import Batch
 
 CLASSES = 5

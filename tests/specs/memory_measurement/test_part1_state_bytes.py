@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from kit import draw
-from kit.toys import mlp
-from kit.verdict import check_bar, check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check_bar, check_equal, check_raises
+from kit.laws.toys import mlp
 
 
 class History(torch.optim.Optimizer):

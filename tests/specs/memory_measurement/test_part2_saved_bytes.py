@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from kit import draw
-from kit.toys import mlp
-from kit.verdict import check, check_bar, check_close, check_equal, check_raises, fail
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises, fail
+from kit.laws.toys import mlp
 
 
 class TestPart2SavedBytes:

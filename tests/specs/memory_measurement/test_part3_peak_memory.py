@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from kit import draw
-from kit.ruler import bytes_of, measure
-from kit.toys import Block, mlp
-from kit.verdict import check, check_bar, check_close, check_equal, check_raises
-from kit.witness import allocator_peaks
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
+from kit.laws.toys import Block, mlp
+from kit.memory.profiler_peak import allocator_peaks
+from kit.memory.ruler import bytes_of, measure
 
 KIB = 1024
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kit import draw
-from kit.toys import mlp
-from kit.verdict import check_bar, check_close, check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check_bar, check_close, check_equal, check_raises
+from kit.laws.toys import mlp
 
 
 class TestPart4TrainingBytes:

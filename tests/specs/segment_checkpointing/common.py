@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.ruler import measure
-from kit.toys import mlp
-from kit.verdict import check, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_equal
+from kit.laws.toys import mlp
+from kit.memory.ruler import measure
 
 
 class Layer(nn.Module):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.toys import mlp
-from kit.verdict import check, check_equal, fail
+from kit.laws import draw
+from kit.laws.checks import check, check_equal, fail
+from kit.laws.toys import mlp
 from specs.segment_checkpointing.common import chain, check_same, loss_of, train
 
 

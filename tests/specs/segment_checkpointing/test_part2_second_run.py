@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.verdict import check, check_close, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_close, check_equal
 from specs.segment_checkpointing.common import (
     Layer,
     chain,

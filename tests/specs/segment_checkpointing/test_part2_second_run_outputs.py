@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.verdict import check_bar, check_equal
+from kit.laws import draw
+from kit.laws.checks import check_bar, check_equal
 from specs.segment_checkpointing.common import (
     big_chain,
     big_input,

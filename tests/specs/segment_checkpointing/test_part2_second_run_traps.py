@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.verdict import check_equal, check_raises, fail
+from kit.laws import draw
+from kit.laws.checks import check_equal, check_raises, fail
 from specs.segment_checkpointing.common import check_same, loss_of, train
 
 CHANGED = ("input", "mask_without_gradient", "view_of_it", "indices")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torchs_own
 
-from kit import draw
-from kit.toys import mlp
-from kit.verdict import check, check_bar, check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_equal, check_raises
+from kit.laws.toys import mlp
 from specs.segment_checkpointing.common import (
     big_chain,
     big_input,

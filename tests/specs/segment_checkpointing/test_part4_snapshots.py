@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kit import draw
-from kit.ruler import measure
-from kit.toys import mlp
-from kit.verdict import check, check_bar, check_equal
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.toys import mlp
+from kit.memory.ruler import measure
 from specs.segment_checkpointing.common import (
     big_chain,
     big_input,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kit import draw
-from kit.verdict import check_equal, check_raises
+from kit.laws import draw
+from kit.laws.checks import check_equal, check_raises
 from specs.segment_checkpointing.common import chain, loss_of
 
 

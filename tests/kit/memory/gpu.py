@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kit.toys import Block
+from kit.laws.toys import Block
 
 
 def prepare(device: torch.device) -> None:

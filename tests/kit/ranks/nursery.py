@@ -83,7 +83,7 @@ class Nursery:
         with (self._folder / "log").open("wb") as log, there:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-c", "from kit.nursery import serve; serve()"),
+                    *(sys.executable, "-c", "from kit.ranks.nursery import serve; serve()"),
                     *(str(there.fileno()), str(self._folder), str(os.getpid())),
                 ],
                 env=_environment(),
@@ -134,7 +134,7 @@ def serve() -> None:
     control, folder, parent = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     if _FORKS:
         gc.disable()  # while objects are made that stay
-        importlib.import_module("kit.rank").prepare()
+        importlib.import_module("kit.ranks.rank").prepare()
         gc.freeze()
         gc.enable()
     Path(folder, _UP).touch()
@@ -199,7 +199,7 @@ def _bear(arguments: list[str], fds: list[int], control: socket.socket) -> int:
     others = [control.fileno(), *(fd for fd in fds if fd != mine)]  # else their end is never seen
     with (Path(arguments[4]) / f"log{rank}").open("wb") as log:
         if not _FORKS:
-            command = [sys.executable, "-c", "from kit.rank import main; main()", *arguments]
+            command = [sys.executable, "-c", "from kit.ranks.rank import main; main()", *arguments]
             actions: list[tuple[int, ...]] = [
                 (os.POSIX_SPAWN_DUP2, log.fileno(), fd) for fd in (1, 2)
             ]
@@ -214,7 +214,7 @@ def _bear(arguments: list[str], fds: list[int], control: socket.socket) -> int:
             for fd in others:
                 os.close(fd)
             sys.argv[1:] = arguments
-            importlib.import_module("kit.rank").main()
+            importlib.import_module("kit.ranks.rank").main()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

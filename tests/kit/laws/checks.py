@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from kit.ruler import human
+from kit.memory.ruler import human
 
 
 class SpecFailure(AssertionError):

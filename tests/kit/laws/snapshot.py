@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kit.verdict import check
+from kit.laws.checks import check
 
 
 class Snapshot:

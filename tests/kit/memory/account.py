@@ -17,9 +17,9 @@ the end every storage is given one kind for all of its life: the first of these 
     activations      the rest: activations, the data, and transients of the backward pass, of the
                      loss and of the optimizer (Adam with foreach has one of the shards' size)
 
-The bytes are counted by the rules of `kit.ruler`. In a dry run it is fake tensors that count, but
-not those of DTensor's sharding propagation, which have the global size: it enters the fake mode
-that is active already once more, and that shows.
+The bytes are counted by the rules of `kit.memory.ruler`. In a dry run it is fake tensors that
+count, but not those of DTensor's sharding propagation, which have the global size: it enters the
+fake mode that is active already once more, and that shows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from kit.ledger import Ledger
-from kit.ruler import Reading, collector_paused, measurable, measure
+from kit.memory.ruler import Reading, collector_paused, measurable, measure
+from kit.memory.storage_log import StorageLog
 
 KINDS = ("shards", "optimizer state", "gradients", "unsharded", "communication", "activations")
 
@@ -74,34 +74,34 @@ def account(
 ) -> Account:
     """Run `step` once and read its memory by kind. `known` and errors are those of `measure`."""
     device = measurable(device)
-    ledger = Ledger(device.type, model, optimizer, known)
+    log = StorageLog(device.type, model, optimizer, known)
 
     def count() -> None:
-        with ledger.counting():
+        with log.counting():
             step()
 
-    with ledger.watching_gradients():
+    with log.watching_gradients():
         if device.type == "cuda":
-            return _add_up(ledger, measure(count, device))
+            return _add_up(log, measure(count, device))
         with collector_paused():
             count()
             gc.collect()
-            return _add_up(ledger)
+            return _add_up(log)
 
 
-def _add_up(ledger: Ledger, reading: Reading | None = None) -> Account:
+def _add_up(log: StorageLog, reading: Reading | None = None) -> Account:
     """Give every storage its kind, and read the sums off; what is freed later is not followed."""
-    ledger.note_owned()
-    counted = ledger.reading()
-    lives = [*ledger.old, *(change.life for change in ledger.changes)]
-    kinds = {life: life.kind() for life in lives}
+    log.note_owned()
+    counted = log.reading()
+    records = [*log.old, *(change.record for change in log.changes)]
+    kinds = {record: record.kind() for record in records}
     now = Counter[str]()
-    for life in ledger.old:
-        now[kinds[life]] += life.before
+    for record in log.old:
+        now[kinds[record]] += record.before
     before = at_peak = most = _copy(now)
-    for _, changes in groupby(ledger.changes, key=attrgetter("point")):
-        for _, life, delta in changes:
-            now[kinds[life]] += delta
+    for _, changes in groupby(log.changes, key=attrgetter("point")):
+        for _, record, delta in changes:
+            now[kinds[record]] += delta
         most = {kind: max(most[kind], now[kind]) for kind in KINDS}
         if sum(now.values()) > sum(at_peak.values()):
             at_peak = _copy(now)

@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from kit.answers.stubs import make_stub
 from kit.catalog import ROOT, Kata, kata_of
-from kit.stubs import make_stub
 
 KINDS = ("katas", "solutions", "right", "stubs", "wrong")
 

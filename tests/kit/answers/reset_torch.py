@@ -6,10 +6,10 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
-from kit import draw
+from kit.laws import draw
 
 
-def clean_slate() -> None:
+def reset_torch() -> None:
     """Reset the modes, hooks, defaults and random state that an answer may have left behind."""
     while _get_current_dispatch_mode_stack():
         _pop_mode()

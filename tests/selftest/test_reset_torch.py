@@ -6,8 +6,8 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from kit.hygiene import clean_slate
-from kit.ruler import measure
+from kit.answers.reset_torch import reset_torch
+from kit.memory.ruler import measure
 
 
 class Passive(TorchDispatchMode):
@@ -15,7 +15,7 @@ class Passive(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_clean_slate_after_an_answer_that_left_everything_on() -> None:
+def test_a_reset_torch_after_an_answer_that_left_everything_on() -> None:
     for left_on in (
         saved_tensors_hooks(lambda t: t, lambda t: t),
         saved_tensors_hooks(lambda t: t, lambda t: t),
@@ -27,7 +27,7 @@ def test_a_clean_slate_after_an_answer_that_left_everything_on() -> None:
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
 
-    clean_slate()
+    reset_torch()
 
     assert not _get_current_dispatch_mode_stack()
     with disable_saved_tensors_hooks("a hook is still in force"):
@@ -41,7 +41,7 @@ def test_a_clean_slate_after_an_answer_that_left_everything_on() -> None:
 
 def test_weights_that_autocast_has_cached_are_freed_after_an_autocast_was_left_on() -> None:
     torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
-    clean_slate()
+    reset_torch()
     model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
 
     def step() -> None:

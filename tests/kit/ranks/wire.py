@@ -11,7 +11,7 @@ from typing import Any
 
 from tblib import pickling_support
 
-from kit.verdict import SpecFailure
+from kit.laws.checks import SpecFailure
 
 _MOST_FRAMES = 60
 

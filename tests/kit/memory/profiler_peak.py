@@ -72,7 +72,7 @@ class _Marks(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in kit.ruler
+        return False  # as in kit.memory.ruler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with record_function(self.NAME):

@@ -1,4 +1,4 @@
-"""The ledger of `kit.account`: every storage that a step meets, and the evidence of what it was."""
+"""The log behind `kit.memory.account`: every storage of a step, and the evidence of its kind."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import torch
 from torch import nn
 from torch._guards import active_fake_mode
 
-from kit.ruler import LiveBytes, parts_of, tensors_in
+from kit.memory.ruler import LiveBytes, parts_of, tensors_in
 
 
-class Life:
+class Storage:
     """One storage from its first sight to its end, with the evidence of what it was."""
 
     def __init__(self) -> None:
         self.before = 0  # its bytes, if it is older than the step
-        self.signs: set[str] = set()
-        self.like: Life | None = None  # it is a gradient if that one is
+        self.evidence: set[str] = set()
+        self.like: Storage | None = None  # it is a gradient if that one is
 
     def kind(self) -> str:
-        if own := self._kind_by_signs():
+        if own := self._kind_by_evidence():
             return own
-        met, life = {self}, self.like
-        while life and life not in met:
-            if kind := life._kind_by_signs():
+        met, record = {self}, self.like
+        while record and record not in met:
+            if kind := record._kind_by_evidence():
                 return kind if kind == "gradients" else "activations"
-            met.add(life)
-            life = life.like
+            met.add(record)
+            record = record.like
         return "activations"
 
-    def _kind_by_signs(self) -> str:
+    def _kind_by_evidence(self) -> str:
         kinds = ("unsharded", "shards", "optimizer state", "gradients", "communication")
-        return next((kind for kind in kinds if kind in self.signs), "")
+        return next((kind for kind in kinds if kind in self.evidence), "")
 
 
 class Change(NamedTuple):
     """So many bytes more of a storage, before this point of the timeline."""
 
     point: int
-    life: Life
+    record: Storage
     delta: int
 
 
-class Ledger(LiveBytes):
+class StorageLog(LiveBytes):
     """Counts as LiveBytes does, and keeps a book of every storage."""
 
     def __init__(
@@ -60,14 +60,14 @@ class Ledger(LiveBytes):
         self._fake = active_fake_mode()
         self._depth = len(self._fake.enter_stack) if self._fake else 0
         self._device = "meta" if self._fake else device  # where the storages of fake tensors are
-        self._lives: dict[int, Life] = {}
-        self.old: list[Life] = []
+        self._records: dict[int, Storage] = {}
+        self.old: list[Storage] = []
         self.changes: list[Change] = []
         self._hooks: list[Any] = []
         self._model, self._optimizer = model, optimizer
         self.note_owned()
         for tensor in _plain(list(tensors_in(known))):
-            self._life(tensor)
+            self._record(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -102,48 +102,48 @@ class Ledger(LiveBytes):
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == self._device
 
-    def _life(self, tensor: torch.Tensor) -> Life | None:
+    def _record(self, tensor: torch.Tensor) -> Storage | None:
         if not self._is_counted(tensor):
             return None
         storage = tensor.untyped_storage()
         self._existed(storage)
-        return self._lives.get(storage._cdata)
+        return self._records.get(storage._cdata)
 
     def _existed(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._bytes:
             super()._existed(storage)
             if key in self._bytes:
-                life = self._lives[key] = Life()
-                life.before = self._bytes[key]
-                self.old.append(life)
+                record = self._records[key] = Storage()
+                record.before = self._bytes[key]
+                self.old.append(record)
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         before = self.above
         super()._made(storage)
         if storage._cdata in self._bytes:
-            life = self._lives.setdefault(storage._cdata, Life())
-            self._change(life, self.above - before)
+            record = self._records.setdefault(storage._cdata, Storage())
+            self._change(record, self.above - before)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         super()._resized(storage)
-        if life := self._lives.get(storage._cdata):
-            life.signs.add("unsharded")
+        if record := self._records.get(storage._cdata):
+            record.evidence.add("unsharded")
 
     def _freed(self, key: int, reference: object) -> None:
-        self._change(self._lives.pop(key), -self._bytes[key])
+        self._change(self._records.pop(key), -self._bytes[key])
         super()._freed(key, reference)
 
-    def _change(self, life: Life, delta: int) -> None:
+    def _change(self, record: Storage, delta: int) -> None:
         if delta:
-            self.changes.append(Change(len(self.timeline), life, delta))
+            self.changes.append(Change(len(self.timeline), record, delta))
 
     # The evidence
 
-    def _note(self, sign: str, *values: object) -> None:
+    def _note(self, word: str, *values: object) -> None:
         for tensor in _plain(values):
-            if life := self._life(tensor):
-                life.signs.add(sign)
+            if record := self._record(tensor):
+                record.evidence.add(word)
 
     def note_owned(self) -> None:
         """Note what the model and the optimizer hold now."""
@@ -201,10 +201,10 @@ class Ledger(LiveBytes):
             self._hooks.append(hook)
 
     def _met(self, tensor: torch.Tensor) -> None:
-        life = self._life(tensor)
-        if life and isinstance(tensor, nn.Parameter) and "parameter" not in life.signs:
-            life.signs.add("parameter")
-            if "shards" not in life.signs:
+        record = self._record(tensor)
+        if record and isinstance(tensor, nn.Parameter) and "parameter" not in record.evidence:
+            record.evidence.add("parameter")
+            if "shards" not in record.evidence:
                 self._hook(tensor)  # a gathered one, whose gradient may wait to be reduced
 
     def _note_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -220,9 +220,9 @@ class Ledger(LiveBytes):
             self._liken(args[1], args[0])
 
     def _liken(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        life, like = self._life(tensor), self._life(other)
-        if life and like and not life.like:
-            life.like = like
+        record, like = self._record(tensor), self._record(other)
+        if record and like and not record.like:
+            record.like = like
 
 
 def _plain(value: object) -> Iterator[torch.Tensor]:

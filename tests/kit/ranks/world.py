@@ -23,12 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kit import verdict
-from kit.nursery import Nursery
-from kit.parcel import dumps, loads
+from kit.laws import checks
 from kit.patience import Patience
-from kit.rank import STACKS_SIGNAL, InStep, Prints, Ready, Report
-from kit.trouble import (
+from kit.ranks.nursery import Nursery
+from kit.ranks.rank import STACKS_SIGNAL, InStep, Prints, Ready, Report
+from kit.ranks.rank_failures import (
     Dead,
     Frame,
     death,
@@ -38,6 +37,7 @@ from kit.trouble import (
     main_stack,
     out_of_step,
 )
+from kit.ranks.wire import dumps, loads
 
 _START_LIMIT = 120.0  # torch may come from a cold disk
 _GRACE = 1.5  # for the other ranks, once one of them has raised or died
@@ -204,7 +204,7 @@ class World:
             elif end.failed:
                 errors.append(loads(end.data, answer))
                 bars = end.bars if len(errors) == 1 else bars
-        verdict.bars.extend(bars)
+        checks.bars.extend(bars)
         own = [error for error in errors if not is_consequence(error)]
         return next(iter(own or errors), None)
 

@@ -39,7 +39,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # slower calls otherwise, see kit.ruler
+        return False  # slower calls otherwise, see kit.memory.ruler
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """What runs in a rank of the real world: programs, one after another.
 
-`kit.world` starts this module in processes of its own and talks to it in pickles. A rank ends by
-itself when its parent is gone.
+`kit.ranks.world` starts this module in processes of its own and talks to it in pickles. A rank ends
+by itself when its parent is gone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit import gpu, verdict
-from kit.answers import load
-from kit.hygiene import clean_slate
-from kit.parcel import dumps, loads, pack_error
-from kit.verdict import Bar
+from kit.answers.loading import load
+from kit.answers.reset_torch import reset_torch
+from kit.laws import checks
+from kit.laws.checks import Bar
+from kit.memory import gpu
+from kit.ranks.wire import dumps, loads, pack_error
 
 # By default nobody asks for the stacks, since this signal ends a process that does not expect it.
 STACKS_SIGNAL = signal.SIGUSR1
@@ -186,8 +187,8 @@ class _Member:
 
     def run(self, path: str, data: bytes) -> Report:
         """Load the answer, run the program, and report."""
-        clean_slate()
-        verdict.bars.clear()
+        reset_torch()
+        checks.bars.clear()
         for name, stream in self._streams.items():
             setattr(sys, name, stream)
         before, answer = self._calls(), ModuleType("no answer")
@@ -197,15 +198,15 @@ class _Member:
             answer = self._answers[path]
             program, arguments = loads(data, answer)
             result = program(answer, self._rank, *arguments)
-            clean_slate()
+            reset_torch()
             failed, data = False, dumps(result, answer)
         except BaseException as error:
-            clean_slate()
+            reset_torch()
             failed, data = True, pack_error(error, self._rank, answer)
         calls = self._calls()
         for stream in self._streams.values():
             stream.end_line()
-        return Report(failed, data, list(verdict.bars), calls - before if calls >= 0 else -1)
+        return Report(failed, data, list(checks.bars), calls - before if calls >= 0 else -1)
 
     def step(self) -> InStep:
         """Add up a few numbers with the other ranks."""

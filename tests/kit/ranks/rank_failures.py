@@ -14,8 +14,8 @@ from typing import Any
 
 from tblib import Traceback
 
-from kit.rank import Report
-from kit.verdict import SpecFailure
+from kit.laws.checks import SpecFailure
+from kit.ranks.rank import Report
 
 # A file, a line and a function, as in a traceback.
 Frame = tuple[str, int, str]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kit import draw
+from kit.laws import draw
 
 
 def mlp(

@@ -1,0 +1,1 @@
+"""Answers: loading them, stubs, and torch as it was before them."""

@@ -1,0 +1,1 @@
+"""What specs are written with: checks, drawn inputs, small models."""

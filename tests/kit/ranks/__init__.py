@@ -1,0 +1,1 @@
+"""Ranks: real processes, and one process that stands for many."""
