@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.table import Table
 from rich.text import Text
 
-from desk.judge import Job, Verdict, judge
+from desk.judge import judge
 from desk.kata import next_steps
 from desk.screen import Paper, state
+from desk.verdict import Job, Verdict
 from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown

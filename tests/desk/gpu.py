@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from desk.judge import Job, Verdict, judge
+from desk.judge import judge
 from desk.kata import locate, named, next_steps, reference_job, why_no_cuda
 from desk.screen import Paper, Screen, summary, title
+from desk.verdict import Job, Verdict
 from kit import catalog
 from kit.answers.stubs import is_untouched
 

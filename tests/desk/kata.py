@@ -11,8 +11,9 @@ from pathlib import Path
 
 from desk import events
 from desk.events import Event
-from desk.judge import Job, Verdict, judge
+from desk.judge import judge
 from desk.screen import Paper, Screen, title
+from desk.verdict import Job, Verdict
 from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, kata_of, shown

@@ -13,9 +13,10 @@ from rich.text import Text
 
 from desk import events, source
 from desk.explain import TODO_KIND
-from desk.judge import Job, Verdict, judge
+from desk.judge import judge
 from desk.kata import Misuse, locate, named, reference_job
 from desk.screen import Paper, Screen, at
+from desk.verdict import Job, Verdict
 from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown

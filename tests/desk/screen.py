@@ -15,7 +15,7 @@ from rich.text import Text
 
 from desk import events
 from desk.events import Broken, Chart, Event, Outcome, Problem, Spec
-from desk.judge import Job, Verdict
+from desk.verdict import Job, Verdict
 from kit.catalog import shown
 
 WIDTH = 100

@@ -9,8 +9,8 @@ import pytest
 from desk import events, source
 from desk.events import Broken, Chart, Collected, Finished, Outcome, Problem, Spec, Started
 from desk.explain import Judged, explain
-from desk.judge import Job, Verdict
 from desk.screen import state, summary
+from desk.verdict import Job, Verdict
 from kit.answers.loading import load
 from selftest.tiny import SOLUTION
 
