@@ -22,13 +22,13 @@ import pytest
 import pytest_timeout
 import torch
 
+from kit import forkserver
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
 from kit.catalog import find_kata
 from kit.laws import checks, draw
 from kit.memory import gpu
 from kit.patience import Patience, family
-from kit.ranks.nursery import Nursery
 from kit.ranks.world import World
 
 
@@ -138,8 +138,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "call":
         item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in checks.bars]
         checks.bars.clear()
-        if call.excinfo is None:
-            _launch_world(item)
     return (yield)
 
 
@@ -152,7 +150,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
     def look(signum: int, frame: object) -> None:
         __tracebackhide__ = True
-        patience.look(family)
+        patience.look(lambda: [*family(), *_ranks(item.config)])
         if patience.is_over:
             _stop_the_timer()  # once only: the failure takes a while to be shown
             pytest_timeout.timeout_sigalrm(item, settings)
@@ -162,6 +160,11 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     often = min(1.0, settings.timeout / 4)
     signal.setitimer(signal.ITIMER_REAL, often, often)
     return True
+
+
+def _ranks(config: pytest.Config) -> list[int]:
+    """They need not be children of this process."""
+    return [pid for world in config.stash.get(_WORLDS, {}).values() for pid in world.pids]
 
 
 def _stop_the_timer() -> None:
@@ -216,33 +219,27 @@ def worlds(request: pytest.FixtureRequest) -> Callable[[int], World]:
     return functools.partial(_world, request.config)
 
 
-_NURSERY = pytest.StashKey[Nursery]()
 _WORLDS = pytest.StashKey[dict[int, World]]()
 
 
 def _world(config: pytest.Config, size: int) -> World:
-    nursery = config.stash.setdefault(_NURSERY, Nursery())
     # NCCL wants a GPU for each rank; where there are too few, the ranks run on the cpu.
     enough = config.getoption("--device") == "cuda" and torch.cuda.device_count() >= size
-    world = World(size, nursery, "cuda" if enough else "cpu")
+    world = World(size, "cuda" if enough else "cpu")
     return config.stash.setdefault(_WORLDS, {}).setdefault(size, world)
 
 
-def _launch_world(item: pytest.Item) -> None:
-    """Let the processes start while other specs run: after the first pass, so not for a stub."""
-    items = item.session.items
-    for later in items[items.index(item) + 1 :]:
-        if "world" in getattr(later, "fixturenames", ()) and not later.get_closest_marker("skip"):
-            callspec = getattr(later, "callspec", None)
-            _world(item.config, callspec.params.get("world", 2) if callspec else 2).start()
-            return
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the warm process import torch while other specs run."""
+    names = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if names & {"world", "worlds"} and not session.config.option.collectonly:
+        forkserver.start()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     for world in config.stash.get(_WORLDS, {}).values():
         world.close()
-    if _NURSERY in config.stash:
-        config.stash[_NURSERY].close()
+    forkserver.stop()
 
 
 @pytest.fixture(autouse=True)

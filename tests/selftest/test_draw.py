@@ -13,7 +13,6 @@ from kit.answers.reset_torch import reset_torch
 from kit.catalog import ROOT
 from kit.laws import draw
 from kit.laws.toys import text_batches
-from kit.ranks.nursery import Nursery
 from kit.ranks.world import World
 from selftest import world_programs as programs
 
@@ -63,12 +62,12 @@ def test_no_shift_leaves_a_seed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ranks_draw_from_moved_seeds_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(draw.SHIFT_VARIABLE, "7")
-    path, nursery = tmp_path / "answer.py", Nursery()
+    path, world = tmp_path / "answer.py", World(1)
     path.write_text(programs.ANSWER, encoding="utf-8")
     try:
-        (there,) = World(1, nursery).run(load(path), programs.state, False)
+        (there,) = world.run(load(path), programs.state, False)
     finally:
-        nursery.close()
+        world.close()
     reset_torch()
     assert there[2] == torch.rand(1).item()
 

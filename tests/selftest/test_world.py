@@ -14,7 +14,6 @@ from kit.answers.loading import load
 from kit.laws import checks
 from kit.laws.checks import Bar, SpecFailure
 from kit.ranks.collectives import Collective
-from kit.ranks.nursery import Nursery
 from kit.ranks.rank_failures import is_waiting
 from kit.ranks.world import World
 from selftest import world_programs as programs
@@ -25,12 +24,11 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def ours():
-    nursery = Nursery()
-    world = World(2, nursery)
+    world = World(2)
     world.start()
     yield world
-    pids = [*world.pids, nursery.pid]
-    nursery.close()
+    pids = world.pids
+    world.close()
     assert not any(map(_is_alive, pids))
 
 

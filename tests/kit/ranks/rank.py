@@ -1,7 +1,6 @@
 """What runs in a rank of the real world: programs, one after another.
 
-`kit.ranks.world` starts this module in processes of its own and talks to it in pickles. A rank ends
-by itself when its parent is gone.
+`kit.ranks.world` has it run in a fork of the warm process and talks to it in pickles.
 """
 
 from __future__ import annotations
@@ -9,25 +8,23 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import importlib
 import io
 import os
-import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kit.answers.loading import load
 from kit.answers.reset_torch import reset_torch
-from kit.laws import checks
+from kit.laws import checks, draw
 from kit.laws.checks import Bar
 from kit.memory import gpu
 from kit.ranks.wire import dumps, loads, pack_error
@@ -35,12 +32,13 @@ from kit.ranks.wire import dumps, loads, pack_error
 # By default nobody asks for the stacks, since this signal ends a process that does not expect it.
 STACKS_SIGNAL = signal.SIGUSR1
 
+Send = Callable[[object], None]
+
 
 @dataclass(frozen=True)
 class Ready:
     """The rank has met the others; `main` is its main thread as faulthandler names it."""
 
-    pid: int
     main: str
 
 
@@ -81,26 +79,14 @@ def device() -> torch.device:
     return _device
 
 
-def prepare() -> None:
-    """Import what DDP, FSDP and checkpoints need: it must not count as the time of an answer."""
-    torch.set_num_threads(1)
-    # The first takes as long as torch itself; most of FSDP comes with it, the others add 0.15 s.
-    for name in ("_dynamo", "distributed.fsdp", "distributed.checkpoint.state_dict"):
-        importlib.import_module(f"torch.{name}")
-    with contextlib.suppress(ImportError):  # what the first checkpoint would import
-        importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
-
-
-def main() -> None:
+def main(rank: int, size: int, pipe: Connection, folder: str, where: str, seed_shift: str) -> None:
     """Join the others and run what the parent sends, until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the parent, which ends the ranks
-    rank, size, pipe, nursery = (int(text) for text in sys.argv[1:5])
-    folder, where = Path(sys.argv[5]), sys.argv[6]
-    stacks = (folder / f"stacks{rank}").open("w", encoding="utf-8")
+    torch.set_num_threads(1)
+    stacks = (Path(folder) / f"stacks{rank}").open("w", encoding="utf-8")
     faulthandler.enable(stacks)
     faulthandler.register(STACKS_SIGNAL, stacks)
-    wire = _Wire(Connection(pipe), nursery)
-    prepare()
+    os.environ[draw.SHIFT_VARIABLE] = seed_shift
     if where == "cuda":
         _take_gpu(rank)
     else:
@@ -109,17 +95,29 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if where == "cuda" else "gloo",
-        store=dist.FileStore(str(folder / "store"), size),  # type: ignore[attr-defined]
+        store=dist.FileStore(str(Path(folder, "store")), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=120),
     )
-    member = _Member(rank, size, wire)
+    send = _sender(pipe)
+    member = _Member(rank, size, send)
     member.step()
-    wire.send(Ready(os.getpid(), f"{threading.get_ident():016x}"))
-    while True:
-        task = wire.tasks.get()
-        wire.send(member.run(*task) if task else member.step())
+    send(Ready(f"{threading.get_ident():016x}"))
+    with contextlib.suppress(EOFError):  # the world is closed
+        while True:
+            task = pipe.recv()
+            send(member.run(*task) if task else member.step())
+
+
+def _sender(pipe: Connection) -> Send:
+    lock = threading.Lock()  # a thread of the answer may print at any time
+
+    def send(message: object) -> None:
+        with lock:
+            pipe.send(message)
+
+    return send
 
 
 def _take_gpu(number: int) -> None:
@@ -132,43 +130,18 @@ def _take_gpu(number: int) -> None:
     gpu.prepare(_device)
 
 
-class _Wire:
-    """The pipe to the parent. A thread reads it, which sees at once that the parent is gone."""
-
-    def __init__(self, pipe: Connection, nursery: int) -> None:
-        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._pipe, self._nursery = pipe, nursery
-        self._lock = threading.Lock()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def send(self, message: object) -> None:
-        with self._lock:
-            self._pipe.send(message)
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                if self._pipe.poll(1.0):
-                    self.tasks.put(self._pipe.recv())
-                elif os.getppid() != self._nursery:
-                    break  # a child of the parent may still hold the other end
-        except (EOFError, OSError):
-            pass
-        os._exit(1)
-
-
 class _Stream(io.TextIOBase):
     """sys.stdout or sys.stderr of a rank: whole lines, with the rank before each."""
 
-    def __init__(self, wire: _Wire, name: str, rank: int) -> None:
-        self._wire, self._name, self._rank = wire, name, rank
+    def __init__(self, send: Send, name: str, rank: int) -> None:
+        self._send, self._name, self._rank = send, name, rank
         self._rest = ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         if lines:
             whole = "".join(f"rank {self._rank}: {line}\n" for line in lines)
-            self._wire.send(Prints(self._name, whole))
+            self._send(Prints(self._name, whole))
         return len(text)
 
     def end_line(self) -> None:
@@ -179,11 +152,11 @@ class _Stream(io.TextIOBase):
 class _Member:
     """One rank at work."""
 
-    def __init__(self, rank: int, size: int, wire: _Wire) -> None:
+    def __init__(self, rank: int, size: int, send: Send) -> None:
         self._rank, self._size = rank, size
         self._group = dist.group.WORLD
         self._answers: dict[str, ModuleType] = {}
-        self._streams = {name: _Stream(wire, name, rank) for name in ("stdout", "stderr")}
+        self._streams = {name: _Stream(send, name, rank) for name in ("stdout", "stderr")}
 
     def run(self, path: str, data: bytes) -> Report:
         """Load the answer, run the program, and report."""

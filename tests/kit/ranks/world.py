@@ -5,7 +5,7 @@
 `ranks` is a module beside the specs, `mean_gradients(answer, rank, 3)` runs on every rank at once,
 and what it returns comes back in rank order. What it raises is raised here, with its own traceback.
 The processes are started once and serve every run; a run that breaks them ends them, and the next
-run has new ones. Worlds of every size get theirs from one nursery and know nothing of each other.
+run has new ones, forks of the warm process.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kit.laws import checks
+from kit import forkserver
+from kit.laws import checks, draw
 from kit.patience import Patience
-from kit.ranks.nursery import Nursery
-from kit.ranks.rank import STACKS_SIGNAL, InStep, Prints, Ready, Report
+from kit.ranks.rank import STACKS_SIGNAL, InStep, Prints, Ready, Report, main
 from kit.ranks.rank_failures import (
     Dead,
     Frame,
@@ -48,6 +51,7 @@ _IDLE = 2.0  # a rank that waits in a call and has not worked for so long waits 
 @dataclass
 class _Rank:
     number: int
+    process: BaseProcess
     pipe: Connection
     ready: Ready | None = None
 
@@ -55,43 +59,41 @@ class _Rank:
 class World:
     """So many processes, each a rank of one group: gloo, or NCCL with a GPU for each."""
 
-    def __init__(self, size: int, nursery: Nursery, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
-        self._nursery = nursery
         self._device = device
         self._ranks: list[_Rank] = []
         self._folder = Path()
 
     @property
     def pids(self) -> list[int]:
-        """The processes in rank order, as far as they are ready."""
-        return [rank.ready.pid for rank in self._ranks if rank.ready]
+        """The processes in rank order."""
+        return [rank.process.pid or 0 for rank in self._ranks]
 
     def start(self) -> None:
-        """Launch the ranks if they are not there yet, without waiting for them."""
-        if self._ranks and self._nursery.is_home_of(self._folder):
+        """Launch the ranks if they are not there yet, without waiting until they have met."""
+        if self._ranks:
             return
-        self.close()
-        self._folder, pipes = self._nursery.bear(self.size, self._device)
-        self._ranks = [_Rank(number, pipe) for number, pipe in enumerate(pipes)]
+        self._folder = Path(tempfile.mkdtemp(prefix="world-", dir=forkserver.start()))
+        seed_shift = os.environ.get(draw.SHIFT_VARIABLE, "0")
+        for number in range(self.size):
+            here, there = forkserver.pipe()
+            process = forkserver.fork(
+                *(main, number, self.size, there, str(self._folder), self._device, seed_shift),
+                log=self._folder / f"log{number}",
+                has_forks=False,
+            )
+            there.close()
+            self._ranks.append(_Rank(number, process, here))
 
     def close(self) -> None:
         """End the ranks at once; the next run has new ones."""
         for rank in self._ranks:
-            self._reap(rank)
+            forkserver.end(rank.process)
             rank.pipe.close()
         if self._ranks:
-            self._nursery.end(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._ranks = []
-
-    def _reap(self, rank: _Rank) -> int:
-        """Make sure that a rank is dead; its exit code. One that had ended keeps its own."""
-        if rank.ready is None:
-            return 0  # not there yet: the nursery knows it
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.ready.pid, signal.SIGKILL)
-        is_home = self._nursery.is_home_of(self._folder)
-        return self._nursery.wait(rank.ready.pid) if is_home else 0
 
     def run(
         self, answer: ModuleType, program: Callable[..., Any], *args: Any, limit: float = 10.0
@@ -121,14 +123,13 @@ class World:
         return [loads(end.data, answer) for end in ends.values() if isinstance(end, Report)]
 
     def _await_ready(self) -> None:
-        if len(self.pids) == self.size:
+        if all(rank.ready for rank in self._ranks):
             return
         for number, end in self._follow(_START_LIMIT).items():
             if isinstance(end, Ready):
                 self._ranks[number].ready = end
-        if len(self.pids) < self.size:
-            paths = [self._folder.parent / "log", *sorted(self._folder.glob("log*"))]
-            logs = [path.read_text(errors="replace") for path in paths if path.exists()]
+        if not all(rank.ready for rank in self._ranks):
+            logs = [forkserver.read(path) for path in sorted(self._folder.glob("log*"))]
             raise RuntimeError("the ranks could not be started\n" + "\n".join(logs))
 
     def _follow(self, limit: float, *, may_hang: bool = False) -> dict[int, Any]:
@@ -148,11 +149,10 @@ class World:
                         hurried = True
                         patience.shorten(_GRACE)
             left_over = [rank for rank in waiting if rank.number not in ends]
-            pids = {rank.number: rank.ready.pid for rank in left_over if rank.ready}
-            working = functools.partial(list, pids.values()) if pids else self._nursery.family
-            if not patience.look(working) or not may_hang or not ends:
+            pids = [rank.process.pid or 0 for rank in left_over]
+            if not patience.look(functools.partial(list, pids)) or not may_hang or not ends:
                 continue
-            idle = all(patience.idle_seconds(pid) >= _IDLE for pid in pids.values())
+            idle = all(patience.idle_seconds(pid) >= _IDLE for pid in pids)
             if idle and all(is_waiting(self._ask_stack(rank)) for rank in left_over):
                 break  # nobody will ever make the call that they wait for
         return dict(sorted(ends.items()))
@@ -165,11 +165,10 @@ class World:
         """The next message, or None."""
         with contextlib.suppress(EOFError, OSError):
             return rank.pipe.recv() if rank.pipe.poll() else None
-        code, main = self._reap(rank), rank.ready.main if rank.ready else ""
-        rank.ready = None
+        code, thread = forkserver.end(rank.process), rank.ready.main if rank.ready else ""
         how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.Signals(-code).name}"
-        log = self._read(f"log{rank.number}")
-        return Dead(how, main_stack(self._stacks(rank), main), log)
+        log = forkserver.read(self._folder / f"log{rank.number}")
+        return Dead(how, main_stack(self._stacks(rank), thread), log)
 
     def _judge(
         self, ends: dict[int, Any], answer: ModuleType, limit: float
@@ -209,18 +208,14 @@ class World:
         return next(iter(own or errors), None)
 
     def _stacks(self, rank: _Rank) -> str:
-        return self._read(f"stacks{rank.number}")
-
-    def _read(self, name: str) -> str:
-        path = self._folder / name
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return forkserver.read(self._folder / f"stacks{rank.number}")
 
     def _ask_stack(self, rank: _Rank) -> list[Frame]:
         """Where the main thread is. faulthandler answers even in native code."""
         if rank.ready is None:
             return []
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.ready.pid, STACKS_SIGNAL)
+            os.kill(rank.process.pid or 0, STACKS_SIGNAL)
         text, until = "", time.monotonic() + 3.0
         while time.monotonic() < until:
             time.sleep(0.05)

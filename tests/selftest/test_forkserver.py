@@ -1,8 +1,9 @@
-"""One nursery: worlds of every size that know nothing of each other, and nothing is left behind."""
+"""One warm process: worlds of every size are forks of it, and nothing is left behind."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kit import forkserver
 from kit.answers.loading import load
 from kit.laws.checks import SpecFailure
-from kit.ranks.nursery import Nursery
 from kit.ranks.world import World
 from selftest import world_programs as programs
 from selftest.tiny import House, hears_ctrl_c, new_folder
@@ -22,20 +23,17 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def ours():
+    world = World(2)
+    yield world
+    world.close()
 
 
 @pytest.fixture(scope="module")
-def ours(nursery):
-    return World(2, nursery)
-
-
-@pytest.fixture(scope="module")
-def large(nursery):
-    return World(4, nursery)
+def large():
+    world = World(4)
+    yield world
+    world.close()
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +59,17 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_world_has_the_size_that_it_is_told(nursery, bad, size):
-    world = World(size, nursery)
+def test_a_world_has_the_size_that_it_is_told(bad, size):
+    world = World(size)
     try:
         results = world.run(bad, programs.world_size)
-        assert results == [(size, size * 1.0, nursery.pid)] * size
+        assert results == [(size, size * 1.0, forkserver.pid())] * size
     finally:
         world.close()
 
 
-def test_a_world_of_one_is_judged_like_the_others(nursery, bad):
-    world = World(1, nursery)
+def test_a_world_of_one_is_judged_like_the_others(bad):
+    world = World(1)
     try:
         with pytest.raises(ValueError, match=r"^bad 0"):
             world.run(bad, programs.value_errors)
@@ -97,31 +95,63 @@ def test_a_world_that_breaks_leaves_the_others_as_they_are(ours, large, bad):
     assert [pid for _, pid, *_ in ours.run(bad, programs.who)] == pids
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_world_that_is_closed_at_once_leaves_no_process_and_no_file(ours, nursery, bad):
-    ours.run(bad, programs.who)
-    children = Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children")
-    before = children.read_text()
-    world, other = World(3, nursery), World(1, nursery)
+def test_a_world_that_is_closed_at_once_leaves_no_process_and_no_file():
+    world = World(3)
     world.start()
+    pids, folder = world.pids, world._folder
+    assert len(pids) == 3
     world.close()
-    other.run(bad, programs.who)  # now the nursery has done what it was asked before
-    other.close()
-    _await(lambda: not world._folder.exists() and not other._folder.exists())
-    assert children.read_text() == before
+    assert not any(map(_is_alive, pids))
+    assert not folder.exists()
 
 
-def test_a_nursery_that_dies_is_replaced(ours, large, nursery, bad):
+def test_a_server_that_dies_is_replaced(ours, bad):
     ours.run(bad, programs.who)
-    large.run(bad, programs.who)
-    pids, old = [*ours.pids, *large.pids], nursery.pid
+    pids, old = ours.pids, forkserver.pid()
     os.kill(old, signal.SIGKILL)
-    _await(lambda: not nursery.is_home_of(ours._folder))
-    assert len(large.run(bad, programs.who)) == 4
-    assert len(ours.run(bad, programs.who)) == 2
-    assert nursery.pid != old
-    assert not {*pids} & {*ours.pids, *large.pids}
+    world = World(1)
+    assert len(world.run(bad, programs.who)) == 1
+    world.close()
+    assert forkserver.pid() != old
+    assert [pid for _, pid, *_ in ours.run(bad, programs.who)] == pids  # they need no server
+    ours.close()
     _await(lambda: not any(map(_is_alive, [*pids, old])))
+
+
+def _fork_again(pipe, folder):
+    """In a fork: one more, which says where it comes from."""
+    here, there = forkserver.pipe()
+    process = forkserver.fork(_say, there, log=Path(folder, "log"), has_forks=False)
+    pipe.send((os.getpid(), *here.recv(), process.pid))
+    time.sleep(1000)
+
+
+def _say(pipe):
+    pipe.send((os.getpid(), os.getppid(), os.getpgrp(), "torch._dynamo" in sys.modules))
+    while True:  # no thread of Python's runs beside this
+        re.match(r"(a|aa)+$", "a" * 60 + "b")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no server")
+def test_a_fork_of_a_fork_comes_from_the_same_warm_server_and_ends_with_it(tmp_path):
+    here, there = forkserver.pipe()
+    process = forkserver.fork(_fork_again, there, str(tmp_path), log=tmp_path / "l", has_forks=True)
+    first, second, parent, group, is_warm, told = here.recv()
+    assert (first, second, parent) == (process.pid, told, forkserver.pid())
+    assert group == second
+    assert is_warm
+    assert forkserver.end(process) == -signal.SIGKILL
+    _await(lambda: not _is_alive(second))
+
+
+def _exit(code):
+    os._exit(code)
+
+
+def test_a_process_that_has_ended_keeps_its_exit_code(tmp_path):
+    process = forkserver.fork(_exit, 7, log=tmp_path / "log", has_forks=False)
+    process.join()
+    assert forkserver.end(process) == 7
 
 
 # What a run of pytest leaves behind that is ended from outside, in a world of one and one of two.
@@ -175,7 +205,7 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
             run = endless.start("pytest", "tests/specs/endless", **variables)
         runs.append((signal.Signals[name], folder, run))
     for number, folder, run in runs:
-        _await(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the nursery, 1 + 2 ranks
+        _await(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the server, 1 + 2 ranks
         pids = [int(path.name.removeprefix("pid")) for path in folder.glob("pid*")]
         assert all(map(_is_alive, pids))
         assert len(ours.run(bad, programs.who)) == 2
@@ -185,4 +215,4 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
         run.communicate(timeout=300)
         assert run.returncode == (2 if number == signal.SIGINT else -number)
         _await(lambda pids=pids: not any(map(_is_alive, pids)))
-        _await(lambda folder=folder: not [*folder.glob("memory-katas-world-*")])
+        _await(lambda folder=folder: not [*folder.glob("memory-katas-*"), *folder.glob("pymp-*")])

@@ -1,0 +1,82 @@
+"""What the forkserver imports before its first fork: importing this module is what makes it warm.
+
+Nothing of an answer and no spec is imported here, no thread is started and CUDA is not touched, so
+that forks are safe. Only `kit.forkserver` names this module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import pkgutil
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import kit
+from kit.forkserver import FOLDER_VARIABLE
+
+
+def _prepare(folder: Path) -> None:
+    # Ctrl-C at a terminal comes to the whole group: it is for those who asked for the forks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.setpgid(0, 0)
+    with (folder / "log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # The server ends when nobody is left who could ask it for forks, however they have ended.
+    atexit.register(_clear_away, folder)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Else whoever asks whether there is a GPU starts CUDA, after which a fork cannot use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Else gloo asks for the address of the host's name, which a laptop without network has not.
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+
+
+def _clear_away(folder: Path) -> None:
+    """What nobody else can when the process that started the server was killed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    server: Any = forkserver._forkserver
+    address = server._forkserver_address
+    if address and Path(address).parent.name.startswith("pymp-"):  # the library's own
+        shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
+def _modules() -> Iterator[str]:
+    """The slow imports: torch, what it imports at the first optimizer and checkpoint, pytest."""
+    yield from ("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp")
+    yield "torch.distributed.checkpoint.state_dict"
+    yield "torch.distributed.checkpoint._fsspec_filesystem"
+    yield from ("pytest", "pytest_timeout", "psutil", "tblib")
+    yield from (module.name for module in pkgutil.walk_packages(kit.__path__, "kit."))
+
+
+def _import_all() -> None:
+    gc.disable()  # while objects are made that stay
+    for name in _modules():
+        with contextlib.suppress(ImportError):  # whoever needs it says so better
+            importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
+    gc.freeze()
+    gc.enable()
+
+
+if _folder := os.environ.get(FOLDER_VARIABLE):
+    try:
+        _prepare(Path(_folder))
+        _import_all()
+    except BaseException:
+        traceback.print_exc()  # into the log; each fork fails in the same way, and says it
+    Path(_folder, f"up{os.getpid()}").touch()
