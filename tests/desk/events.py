@@ -70,7 +70,6 @@ class Collected:
 
     word: ClassVar[str] = "collected"
     specs: list[Spec]
-    import_torch: float
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,15 @@ class Finished:
     word: ClassVar[str] = "finished"
 
 
-Event = Collected | Started | Outcome | Broken | Finished
+@dataclass(frozen=True)
+class Debugging:
+    """breakpoint() wants the terminal, or needs it no longer."""
+
+    word: ClassVar[str] = "debugging"
+    active: bool
+
+
+Event = Collected | Started | Outcome | Broken | Finished | Debugging
 
 
 def encode(event: Event) -> str:
@@ -125,11 +132,13 @@ def decode(line: str) -> Event:
     data: dict[str, Any] = json.loads(line)
     word = data.pop("event")
     if word == Collected.word:
-        return Collected([Spec(**spec) for spec in data["specs"]], data["import_torch"])
+        return Collected([Spec(**spec) for spec in data["specs"]])
     if word == Started.word:
         return Started(**data)
     if word == Finished.word:
         return Finished()
+    if word == Debugging.word:
+        return Debugging(**data)
     problem = Problem(**data["problem"]) if data["problem"] else None
     if word == Broken.word and problem:
         return Broken(problem, data["prints"])

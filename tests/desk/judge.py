@@ -10,19 +10,28 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
-from desk import events, source
-from desk.events import Broken, Collected, Event, Finished, Outcome, Problem, Spec, Started
+from desk import events, judging, source
+from desk.events import (
+    Broken,
+    Collected,
+    Debugging,
+    Event,
+    Finished,
+    Outcome,
+    Problem,
+    Spec,
+    Started,
+)
 from desk.source import Place
 from desk.verdict import Job, Verdict
-from kit import catalog
+from kit import catalog, forkserver
 from kit.patience import Patience, family
 
 _POLL = 0.02
@@ -36,7 +45,7 @@ def judge(
     stop: threading.Event | None = None,
 ) -> Verdict:
     """Judge one answer; `on_event` sees each event as it comes, `stop` ends the run early."""
-    verdict, start = Verdict(job), time.perf_counter()
+    verdict, start, stop = Verdict(job), time.perf_counter(), stop or threading.Event()
 
     def tell(event: Event) -> None:
         verdict.take(event)
@@ -46,83 +55,89 @@ def judge(
     if problem:
         tell(Broken(problem))
     else:
-        with tempfile.TemporaryDirectory(prefix="memory-katas-") as folder:
-            run = _Run(job, Path(folder))
-            try:
-                verdict.trouble = run.follow(tell, stop or threading.Event())
-            finally:
-                run.kill()
+        verdict.trouble = _run(job, tell, stop)
     verdict.seconds = time.perf_counter() - start
     return verdict
+
+
+def _run(job: Job, tell: Callable[[Event], None], stop: threading.Event) -> str:
+    try:
+        if not forkserver.wait_until_warm(stop.is_set):
+            return ""
+    except RuntimeError as error:
+        return str(error)
+    with tempfile.TemporaryDirectory(prefix="judge-", dir=forkserver.start()) as folder:
+        run = _Run(job, Path(folder), own_terminal())
+        try:
+            return run.follow(tell, stop)
+        finally:
+            run.kill()
 
 
 class _Run:
     """The judging process, and what it leaves in its folder."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path, terminal: Terminal | None) -> None:
         self.job = job
-        self._events, self._err = folder / "events", folder / "stderr"
-        self._events.touch()
-        self._read = 0
+        self._folder, self._terminal = folder, terminal
         self._running: Spec | None = None
         self._specs: dict[str, Spec] = {}
-        self._finished = False
-        self._judged_something = False
-        with self._err.open("wb") as err:
-            self._child = subprocess.Popen(
-                _command(job, folder),
-                cwd=catalog.ROOT,
-                env=_environment(folder),
-                stdin=subprocess.DEVNULL,
-                stdout=err,
-                stderr=err,
-                start_new_session=True,  # Ctrl-C comes to the desk, which then ends the whole group
-            )
+        self._finished = self._judged_something = self._debugging = False
+        self._pipe, there = forkserver.pipe()
+        self._is_open = True
+        name = terminal.name if terminal else ""
+        self._child = forkserver.fork(
+            *(judging.run, _arguments(job, folder), str(folder), there, name),
+            log=folder / "log",
+            has_forks=True,
+        )
+        there.close()
 
     def follow(self, tell: Callable[[Event], None], stop: threading.Event) -> str:
         """Pass events on until the process is gone; what went wrong with the judge, or nothing."""
         patience = Patience(self._patience())
         while not stop.is_set():
-            gone = self._child.poll() is not None  # before reading, so that nothing is missed
+            gone = self._child.exitcode is not None  # before reading, so that nothing is missed
             fresh = self._fresh_events()
             for event in fresh:
                 self._note(event)
                 tell(event)
             if self._finished or (gone and not fresh):
                 break  # a finished process takes its time to leave, or a thread of it never ends
-            if fresh:
+            if fresh or self._debugging:
                 patience = Patience(self._patience())
-                continue
-            patience.look(lambda: family(self._child.pid))
+            patience.look(lambda: family(forkserver.pid()))
             if patience.is_over:
                 return self._give_up(tell)
-            time.sleep(_POLL)
+            open_ends = [self._pipe] if self._is_open else []
+            connection.wait([*open_ends, self._child.sentinel], _POLL)
         if stop.is_set():
             return ""
         if not self._finished:
             return self._died(tell)
         if not self._judged_something:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(self.job.grace)  # it says why after it has finished
+            self._child.join(self.job.grace)  # it says why after it has finished
             return f"no spec could be run\n{self._last_words()}"
         return ""
 
     def kill(self) -> None:
         """End the process and everything that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+        forkserver.end(self._child)
+        self._pipe.close()
+        if self._debugging and self._terminal:
+            self._terminal.take_back()
 
     def _patience(self) -> float:
         return self.job.limit + self.job.grace if self._specs else _START_LIMIT
 
     def _fresh_events(self) -> list[Event]:
-        with self._events.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [events.decode(line) for line in whole.decode("utf-8").splitlines()]
+        found: list[Event] = []
+        try:
+            while self._is_open and self._pipe.poll():
+                found.append(events.decode(self._pipe.recv_bytes().decode()))
+        except (EOFError, OSError):
+            self._is_open = False
+        return found
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Collected):
@@ -133,12 +148,19 @@ class _Run:
             self._running = None
         elif isinstance(event, Broken | Finished):
             self._running, self._finished = None, True
+        elif isinstance(event, Debugging) and self._terminal:
+            self._debugging = event.active
+            if event.active:
+                self._terminal.hand_over(self._child.pid or 0)
+            else:
+                self._terminal.take_back()
         self._judged_something |= isinstance(event, Broken | Outcome)
 
     def _give_up(self, tell: Callable[[Event], None]) -> str:
         """The time is up, and the judging process could not end the spec by itself."""
         if self._running is None:
             return f"no sign of life from the judging process\n{self._last_words()}"
+        self._ask_stacks()
         problem = Problem(
             "time-out",
             f"time-out: still running after {self.job.limit:g} s, and it cannot be interrupted",
@@ -149,8 +171,19 @@ class _Run:
         tell(Outcome(self._running.id, events.FAILED, self.job.limit, problem))
         return ""
 
+    def _ask_stacks(self) -> None:
+        """faulthandler answers even in native code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child.pid or 0, judging.STACKS_SIGNAL)
+        text, until = "", time.monotonic() + 3.0
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            before, text = text, forkserver.read(self._folder / judging.STACKS)
+            if text and text == before:
+                return
+
     def _died(self, tell: Callable[[Event], None]) -> str:
-        code = self._child.returncode
+        code = forkserver.end(self._child)
         how = f"exit code {code}"
         if code < 0:
             how = f"signal {-code}, {signal.Signals(-code).name}"
@@ -170,36 +203,46 @@ class _Run:
     def _place(self, spec: Spec) -> Place:
         """The innermost line of the answer in the last dump of the stacks, or its definition."""
         path = self.job.path
-        dump = re.findall(
-            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', source.read(self._err)
-        )
+        texts = [forkserver.read(self._folder / name) for name in (judging.STACKS, "log")]
+        dump = re.findall(rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', "".join(texts))
         if not dump:
             return source.find(path, spec.subject)
         line, function = dump[0]
         return Place(path, int(line), "" if function == "<module>" else function)
 
     def _last_words(self) -> str:
-        return "\n".join(source.read(self._err).strip().splitlines()[-12:])
+        return "\n".join(forkserver.read(self._folder / "log").strip().splitlines()[-12:])
 
 
-def _command(job: Job, folder: Path) -> list[str]:
+def _arguments(job: Job, folder: Path) -> list[str]:
     return [
-        *(sys.executable, "-m", "pytest", *job.arguments),
-        *("-p", "desk.recorder", "-p", "pytest_timeout"),
+        *(*job.arguments, "-p", "pytest_timeout"),
         *(f"--timeout={job.limit}", "--timeout-method=signal"),
-        *("-o", f"faulthandler_timeout={job.limit + job.grace / 2}"),
         *("-q", "--tb=short", f"--basetemp={folder / 'tmp'}", f"--rootdir={catalog.ROOT}"),
         *(f"--answers={job.answers}", f"--device={job.device}"),
         *([] if job.run_all else ["-x"]),
     ]
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    env = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
-    paths = [str(catalog.ROOT / "tests"), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    # Only the plugins that judging needs, whatever else is installed beside them.
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    env["MEMORY_KATAS_EVENTS"] = str(folder / "events")
-    env["TMPDIR"] = str(folder)  # so that a process which is killed leaves nothing behind
-    return env
+class Terminal:
+    """The terminal of this process, while an answer's breakpoint() uses it."""
+
+    def __init__(self) -> None:
+        self.name = os.ttyname(0)
+
+    def hand_over(self, group: int) -> None:
+        """Let a group of processes read from it; Ctrl-C goes to them."""
+        with contextlib.suppress(OSError):
+            os.tcsetpgrp(0, group)
+
+    def take_back(self) -> None:
+        """Read from it again."""
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it would stop who is in the back
+        with contextlib.suppress(OSError):
+            os.tcsetpgrp(0, os.getpgrp())
+        signal.signal(signal.SIGTTOU, before)
+
+
+def own_terminal() -> Terminal | None:
+    """Where somebody can answer a debugger, if there is such a place."""
+    return Terminal() if os.isatty(0) and os.isatty(1) else None

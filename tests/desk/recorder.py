@@ -1,66 +1,36 @@
-"""A pytest plugin for the judging process: writes what happens to the file that the desk reads.
-
-Loaded with `-p desk.recorder`; the environment names the file. Every event is flushed at once, so
-that what is known is not lost when an answer ends the process.
-"""
+"""A pytest plugin of the judging process: tells the desk what happens to each spec."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import os
 import re
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-# Imports make a hundred thousand objects that stay: looking through them again and again costs the
-# verdict half a second.
-gc.set_threshold(200_000)
+import pytest
 
-_start = time.perf_counter()
-import torch  # noqa: E402, F401 - measured here, since everything after it needs it anyway
+from desk import events
+from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started
+from desk.explain import TODO_KIND, Judged, explain, place_in
+from kit.answers import loading
+from kit.answers.loading import Answer
+from kit.memory.ruler import human
 
-_IMPORT_TORCH = time.perf_counter() - _start
-
-import pytest  # noqa: E402
-
-from desk import events  # noqa: E402
-from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started  # noqa: E402
-from desk.explain import TODO_KIND, Judged, explain, place_in  # noqa: E402
-from kit.answers import loading  # noqa: E402
-from kit.answers.loading import Answer  # noqa: E402
-from kit.memory.ruler import human  # noqa: E402
-
-FILE_VARIABLE = "MEMORY_KATAS_EVENTS"
 GROUPS = ("works", "exact", "saves", "survives")
 _LAST_PRINTS = 20
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # Taken out, so that an answer's own child processes do not find it.
-    path = os.environ.pop(FILE_VARIABLE, "")
-    if path:
-        config.pluginmanager.register(Recorder(open(path, "a", encoding="utf-8")))  # noqa: SIM115
 
 
 class Recorder:
     """Tells the desk about each spec."""
 
-    def __init__(self, out: IO[str]) -> None:
-        self._out = out
-        self._owner = os.getpid()
+    def __init__(self, tell: Callable[[Event], None]) -> None:
+        self._tell = tell
         self._seconds = 0.0
         self._item: pytest.Item | None = None
 
-    def _tell(self, event: Event) -> None:
-        if os.getpid() == self._owner:  # not from a process that an answer has forked
-            self._out.write(events.encode(event))
-            self._out.flush()
-
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._tell(Collected(_specs(session.items), _IMPORT_TORCH))
+        self._tell(Collected(_specs(session.items)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._seconds = 0.0

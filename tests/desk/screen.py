@@ -194,7 +194,7 @@ class Screen:
         paper.line()
         style = "bold green" if verdict.passed else "bold"
         paper.line(f"Verdict: {summary(verdict)}", style, hang=9)
-        paper.line(f"Time:    {times(verdict)}")
+        paper.line(f"Time:    {verdict.seconds:.1f} s")
         paper.steps(steps)
 
     def trouble(self, verdict: Verdict) -> None:
@@ -263,15 +263,6 @@ def state(verdict: Verdict) -> str:
         return f"{place} is not written yet"
     kind = outcome.problem.kind if outcome.problem else "wrong"
     return f"failing at {place}" + ("" if kind in ("wrong", "error") else f": {kind}")
-
-
-def times(verdict: Verdict) -> str:
-    """How long it took, and what of it torch took."""
-    text = f"{verdict.seconds:.1f} s"
-    if not verdict.import_torch:
-        return text
-    specs = sum(outcome.seconds for outcome in verdict.outcomes.values())
-    return f"{text}, of which import torch {verdict.import_torch:.1f} s, specs {specs:.1f} s"
 
 
 def title(job: Job) -> str:

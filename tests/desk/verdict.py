@@ -42,13 +42,12 @@ class Verdict:
     broken: Broken | None = None
     trouble: str = ""
     finished: bool = False
-    import_torch: float = 0.0
     seconds: float = 0.0
 
     def take(self, event: Event) -> None:
         """Add one event."""
         if isinstance(event, Collected):
-            self.specs, self.import_torch = event.specs, event.import_torch
+            self.specs = event.specs
         elif isinstance(event, Outcome):
             self.outcomes[event.id] = event
         elif isinstance(event, Broken):
