@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -36,6 +37,7 @@ def _prepare(folder: Path) -> None:
         os.dup2(log.fileno(), 2)
     # The server ends when nobody is left who could ask it for forks, however they have ended.
     atexit.register(_clear_away, folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Else whoever asks whether there is a GPU starts CUDA, after which a fork cannot use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
