@@ -11,13 +11,16 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 nox.needs_version = ">=2024.10.9"
@@ -35,19 +38,19 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
 @nox.session
 def board(session: nox.Session) -> None:
-    """Where every kata stands, judged from your files, and what to do next."""
+    """Where every kata stands by its newest verdict, and what to do next."""
     _desk(session, "board")
 
 
 @nox.session
 def kata(session: nox.Session) -> None:
-    """Judge one kata, or the next unsolved: nox -s kata -- [NAME] [--all] [--answers WHOSE]."""
+    """Judge one kata or a part of it: -- [NAME] [PART] [-v] [--all] [--answers WHOSE]."""
     _desk(session, "kata")
 
 
 @nox.session
 def hint(session: nox.Session) -> None:
-    """One hint at a time: nox -s hint -- NAME [PART] [RUNG]."""
+    """One hint at a time, for the part in hand or another: -- [NAME] [PART] [RUNG]."""
     _desk(session, "hint")
 
 
@@ -112,14 +115,34 @@ def lint(session: nox.Session) -> None:
 
 
 def _desk(session: nox.Session, command: str) -> None:
-    _run(session, _python(session, "judge"), "-m", "desk", command, *session.posargs)
+    """Run a command of the desk, which says itself what is wrong; nox only takes its exit code."""
+    python = _python(session, "judge")
+    # When nox began: so far it has worked and not waited, apart from making .venv.
+    started = {"MEMORY_KATAS_STARTED": str(time.time() - time.process_time())}
+    nox_log = logging.getLogger("nox")
+    nox_log.addFilter(_is_of_no_command)
+    try:
+        _run(session, python, "-m", "desk", command, *session.posargs, env=started)
+    except CommandFailed as error:
+        code = re.search(r"\d+$", str(error.reason))
+        sys.exit(int(code.group()) if code else 1)  # nox has a line for a session that returns
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        nox_log.removeFilter(_is_of_no_command)
 
 
-def _run(session: nox.Session, *command: str) -> None:
+def _is_of_no_command(record: logging.LogRecord) -> bool:
+    """Whether a line of nox is not about how a command has ended."""
+    text = record.getMessage()
+    return not (text.startswith("Interrupted") or "failed with exit code" in text)
+
+
+def _run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:
     """Run in the foreground. Nothing is cut short at Ctrl-C: the desk ends its own processes."""
     session.run(
         *command,
-        env={"PYTHONPATH": str(ROOT / "tests")},
+        env={"PYTHONPATH": str(ROOT / "tests"), **(env or {})},
         external=True,
         log=False,
         interrupt_timeout=10,
@@ -210,3 +233,19 @@ def _unmet(wanted: Requirement) -> str:
     if wanted.specifier.contains(found, prereleases=True):
         return ""
     return f"{wanted.name} is {found}, {want}"
+
+
+def _misplaced(arguments: list[str]) -> str:
+    """What was meant by `nox -s kata amp_loop`: a word for the desk stands after two hyphens."""
+    flags = ("-s", "-e", "--session", "--sessions")
+    after = list(itertools.dropwhile(lambda word: word not in flags, arguments))[1:]
+    name, *words = [*itertools.takewhile(lambda word: not word.startswith("-"), after)] or [""]
+    is_misplaced = any(word not in globals() for word in words)
+    if name not in ("kata", "hint", "reset", "plan", "gpu") or not is_misplaced:
+        return ""
+    return f"nox -s {name} -- {' '.join(words)}"
+
+
+if meant := _misplaced(sys.argv[1:]):
+    print(f"Two hyphens are missing before what is meant for the session: {meant}", file=sys.stderr)
+    sys.exit(2)

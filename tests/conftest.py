@@ -25,6 +25,7 @@ import torch
 from kit import forkserver
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
+from kit.answers.stubs import is_untouched
 from kit.catalog import find_kata
 from kit.laws import checks, draw
 from kit.memory import gpu
@@ -91,6 +92,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for wanted in {a.wrong.caught_by for item in dropped if (a := _answer_of(item)) and a.wrong}:
         if wanted not in cases:
             raise pytest.UsageError(f"a wrong answer names {wanted}, and no spec has that case")
+    _refuse_untouched_stubs(config, kept)
+
+
+def _refuse_untouched_stubs(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Plain `pytest` before anything is written is a question, not hundreds of failures."""
+    stubs = {a.path for item in items if (a := _answer_of(item)) and a.kind == "katas"}
+    judging = any(
+        "desk.recorder" in (type(plugin).__module__, getattr(plugin, "__name__", ""))
+        for plugin in config.pluginmanager.get_plugins()
+    )
+    if judging or config.option.collectonly or not stubs or not all(map(is_untouched, stubs)):
+        return
+    raise pytest.UsageError(
+        "nothing is written in katas/ yet, so there is nothing to test. `nox` says what to do "
+        "first, `nox -s kata` judges your work, `pytest --answers=solutions` the references."
+    )
 
 
 def _answer_of(item: pytest.Item) -> Answer | None:

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from desk import board, gpu, hints, kata, plan, reset
-from desk.kata import Misuse
+from desk.asked import Misuse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,10 +30,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.command == "board":
-        return board.run(options.timeout)
+        return board.run()
     if options.command == "kata":
-        device, limit = options.device, options.timeout
-        return kata.run(options.name, options.answers, device, options.all, limit)
+        wanted = kata.Wanted(
+            options.name,
+            options.part,
+            options.answers,
+            options.device,
+            options.all,
+            options.verbose,
+            options.timeout,
+        )
+        return kata.run(wanted)
     if options.command == "gpu":
         return gpu.run(options.name, options.answers, options.timeout)
     if options.command == "plan":
@@ -50,12 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="desk", description="Memory Katas")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    command = commands.add_parser("board", help="where every kata stands, and what to do next")
-    _add_timeout(command)
+    commands.add_parser("board", help="where every kata stands, and what to do next")
 
     command = commands.add_parser("kata", help="judge one kata, or the next unsolved one")
-    command.add_argument("name", nargs="?")
+    command.add_argument("name", nargs="?", help="a name, or a number on the board")
+    command.add_argument("part", nargs="?", help="the number of one part, to judge it alone")
     command.add_argument("--all", action="store_true", help="run on after the first failure")
+    command.add_argument("-v", dest="verbose", action="store_true", help="every spec, every bar")
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     _add_answers(command)
     _add_timeout(command)
@@ -72,10 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--timeout", type=float, default=60.0, help="seconds for the plan (60)")
     plan.add_sizes(command)
 
-    command = commands.add_parser("hint", help="one hint: NAME, the part, the rung")
-    command.add_argument("name")
-    command.add_argument("part", nargs="?", type=int, default=1)
-    command.add_argument("rung", nargs="?", type=int, default=1)
+    command = commands.add_parser("hint", help="one hint, for the part in hand or another")
+    command.add_argument("name", nargs="?", help="a name, or a number on the board")
+    command.add_argument("part", nargs="?", help="without it, the part in hand")
+    command.add_argument("rung", nargs="?", default="1")
 
     command = commands.add_parser("reset", help="write a fresh stub; somebody's work is kept")
     command.add_argument("name", nargs="?")

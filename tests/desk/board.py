@@ -1,84 +1,89 @@
-"""`board`: where every kata stands, and what to do next."""
+"""`board`: where every kata stands, and what to do next; from what is known, nothing is judged."""
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
-from desk.judge import judge
-from desk.kata import next_steps
-from desk.screen import Paper, state
-from desk.verdict import Job, Verdict
+from desk.paper import Paper
+from desk.state import State
 from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
 
-_AT_A_TIME = 2
+Steps = list[tuple[str, str]]
 
 
-def run(limit: float) -> int:
-    """Judge every file that somebody has written in, and draw the board."""
-    katas = catalog.all_katas()
-    verdicts = _judge_all([Job(kata, kata.stub, limit=limit) for kata in katas if _begun(kata)])
+@dataclass(frozen=True)
+class Standing:
+    """Where one kata stands; `part` is the one to work at, `steps` are empty once it is solved."""
+
+    kata: Kata
+    words: str
+    style: str = ""
+    part: int = 1
+    steps: Steps | tuple[()] = ()
+
+
+def run() -> int:
+    """Draw the board."""
     paper = Paper()
-    _draw(paper, katas, verdicts)
+    notes: list[str] = []
+    standings = all_standings(State(notes.append))
+    _draw(paper, standings)
     paper.line()
-    paper.steps(_next(katas, verdicts))
+    for note in notes:
+        paper.line(note)
+    if todo := first_unsolved(standings):
+        paper.steps(todo.steps)
+    else:
+        afresh = "every kata is solved; to start one afresh: nox -s reset -- NAME --force"
+        paper.steps([("Next", afresh)])
     return 0
 
 
-def _begun(kata: Kata) -> bool:
-    return kata.stub.exists() and not is_untouched(kata.stub)
+def all_standings(state: State) -> list[Standing]:
+    """Of every kata, in teaching order."""
+    return [standing(kata, state) for kata in catalog.all_katas()]
 
 
-def _judge_all(jobs: list[Job]) -> dict[str, Verdict]:
-    if not jobs:
-        return {}
-    stop = threading.Event()
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        try:
-            found = list(pool.map(lambda job: judge(job, stop=stop), jobs))
-        except BaseException:
-            stop.set()  # Ctrl-C: each run ends its own process
-            raise
-    return {verdict.job.kata.name: verdict for verdict in found}
+def first_unsolved(standings: list[Standing]) -> Standing | None:
+    """The kata to work at."""
+    return next((found for found in standings if found.steps), None)
 
 
-def _draw(paper: Paper, katas: list[Kata], verdicts: dict[str, Verdict]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
-    for heading in ("#", "Kata", "State", "Time box", "File"):
-        table.add_column(heading, overflow="fold")
-    for number, kata in enumerate(katas, 1):
-        words, style = _state(kata, verdicts)
-        minutes = f"{kata.minutes} min"
-        table.add_row(str(number), kata.title, Text(words, style), minutes, shown(kata.stub))
-    paper.table(table)
-
-
-def _state(kata: Kata, verdicts: dict[str, Verdict]) -> tuple[str, str]:
+def standing(kata: Kata, state: State) -> Standing:
+    """Where the candidate's file stands, by the newest verdict and by what has changed since."""
+    judge = f"nox -s kata -- {kata.name}"
     if not kata.stub.exists():
-        return "the file is missing", "red"
-    verdict = verdicts.get(kata.name)
-    if verdict is None:
-        return "not started", ""
-    if not verdict.passed:
-        return state(verdict), "yellow"
-    unchecked = len(verdict.unchecked)
-    return "passed" + (f" ({unchecked} not checked)" if unchecked else ""), "green"
+        step = f"nox -s reset -- {kata.name}   (writes a fresh {shown(kata.stub)})"
+        return Standing(kata, "the file is missing", "red", steps=[("Next", step)])
+    if is_untouched(kata.stub):
+        steps = [("Next", f"open {shown(kata.stub)} and write part 1"), ("then", judge)]
+        return Standing(kata, f"not started ({kata.minutes} min)", steps=steps)
+    again: Steps = [("Next", judge)]
+    record = state.read(kata)
+    if record is None:
+        return Standing(kata, "begun, not judged yet", "yellow", steps=again)
+    changed, part = record.changed(state.fingerprint(kata)), record.failed or 1
+    if changed == "answer":
+        words = f"changed since (was: {record.words.partition(' (')[0]})"
+        return Standing(kata, words, "yellow", part, again)
+    if changed:
+        words = f"to be judged again ({changed} changed)"
+        return Standing(kata, words, "yellow", part, again)
+    if record.passed:
+        return Standing(kata, record.words, "green", part)
+    return Standing(kata, record.words, "yellow", part, record.steps or again)
 
 
-def _next(katas: list[Kata], verdicts: dict[str, Verdict]) -> list[tuple[str, str]]:
-    """The first kata that is not solved, and its command."""
-    for kata in katas:
-        verdict = verdicts.get(kata.name)
-        if not kata.stub.exists():
-            return [("Next", f"nox -s reset -- {kata.name}   (writes a fresh {shown(kata.stub)})")]
-        if verdict is None:
-            todo = f"open {shown(kata.stub)} and write part 1"
-            return [("Next", todo), ("then", f"nox -s kata -- {kata.name}")]
-        if not verdict.passed:
-            return next_steps(verdict)
-    return [("Next", "every kata is solved; to start one afresh: nox -s reset -- NAME --force")]
+def _draw(paper: Paper, standings: list[Standing]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
+    for heading in ("#", "Kata", "State", "File in katas/"):
+        table.add_column(heading, overflow="fold")
+    for number, found in enumerate(standings, 1):
+        words = Text(found.words, found.style)
+        table.add_row(str(number), found.kata.title, words, found.kata.stub.name)
+    paper.table(table)

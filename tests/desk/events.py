@@ -16,6 +16,9 @@ from kit.memory.plan import Plan, Row
 # what this device cannot show.
 PASSED, FAILED, TODO, SKIPPED = "passed", "failed", "todo", "skipped"
 
+# The kind of problem that a part which nobody has written yet is.
+TODO_KIND = "not written"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -52,7 +55,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Spec:
-    """One spec, or one case of it, as the candidate knows it; `part` counts from 1."""
+    """One spec, or one case of it, as the candidate knows it; `part` is the number of its file."""
 
     id: str
     part: int
@@ -66,7 +69,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Collected:
-    """The specs that were found, in teaching order."""
+    """The specs that were found, in the order in which they are judged."""
 
     word: ClassVar[str] = "collected"
     specs: list[Spec]

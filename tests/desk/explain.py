@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from desk import source
-from desk.events import Problem
+from desk.events import TODO_KIND, Problem
 from desk.source import Place
 from kit.catalog import shown
 from kit.laws.checks import SpecFailure
@@ -25,8 +25,6 @@ _MISFIT = re.compile(r"^([A-Za-z_][\w.]*)\(\) (?:got|takes|missing) ")
 
 # What an answer may raise so that pytest takes the spec for something else than failed.
 _ENDINGS = ("Skipped", "SkipTest", "XFailed", "Exit", "KeyboardInterrupt")
-
-TODO_KIND = "not written"
 
 
 @dataclass(frozen=True)

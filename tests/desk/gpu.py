@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+from desk.asked import locate, named, reference_job
 from desk.judge import judge
-from desk.kata import locate, named, next_steps, reference_job, why_no_cuda
-from desk.screen import Paper, Screen, summary, title
+from desk.paper import Paper
+from desk.screen import Screen
+from desk.steps import next_steps
 from desk.verdict import Job, Verdict
+from desk.words import summary, title
 from kit import catalog
 from kit.answers.stubs import is_untouched
+
+NO_CUDA = "There is no CUDA GPU that torch can use here, so nothing was judged"
 
 
 def run(name: str | None, answers: str, limit: float) -> int:
@@ -37,6 +44,23 @@ def _judge(paper: Paper, job: Job) -> Verdict:
     paper.line()
     screen = Screen(paper, job)
     verdict = judge(job, screen.show)
-    screen.close(verdict, () if verdict.passed else next_steps(verdict))
+    screen.close(verdict)
+    paper.steps(() if verdict.passed else next_steps(verdict))
     paper.line()
     return verdict
+
+
+def why_no_cuda() -> str:
+    """One sentence if torch sees no CUDA device, else nothing; asked in a process of its own."""
+    program = "import torch; print(torch.version.cuda or ''); exit(not torch.cuda.is_available())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    if done.stderr.strip():
+        return f"{NO_CUDA}: {done.stderr.strip().splitlines()[-1]}"
+    if not done.stdout.strip():
+        return (
+            f"{NO_CUDA}: the torch of {sys.executable} is built for the CPU "
+            "(`nox --no-venv` runs on the interpreter of nox itself)."
+        )
+    return f"{NO_CUDA}."

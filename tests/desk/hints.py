@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from desk.kata import Misuse, named
-from desk.screen import Paper
-from kit.catalog import shown
+from desk import board
+from desk.asked import Misuse, named, there_are
+from desk.paper import Paper
+from desk.state import State
+from kit.catalog import Kata, shown
 
 _PART = re.compile(r"^## Part (\d+): *(.*)$")
 _RUNG = re.compile(r"^### (\d+) +(.*)$")
@@ -14,22 +17,20 @@ _RUNG = re.compile(r"^### (\d+) +(.*)$")
 Hints = dict[int, tuple[str, dict[int, tuple[str, list[str]]]]]
 
 
-def run(name: str, part: int, rung: int) -> int:
-    """Print one rung, and the command for the next."""
-    kata = named(name)
+def run(name: str | None, part_text: str | None, rung_text: str) -> int:
+    """Print one rung, and the command for the next; unless told, of the part in hand."""
+    paper = Paper()
+    kata, part_in_hand = _in_hand(name, State(paper.line))
     try:
         hints = parse(kata.hints.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Misuse(
-            f"there are no hints for {name} yet ({shown(kata.hints)} is missing)"
+            f"there are no hints for {kata.name} yet ({shown(kata.hints)} is missing)"
         ) from None
-    if part not in hints:
-        raise Misuse(f"{name} has no part {part}: there are parts {_range(hints)}")
+    part = _number(part_text or str(part_in_hand), hints, f"{kata.name} has no part", "part")
     subject, rungs = hints[part]
-    if rung not in rungs:
-        raise Misuse(f"part {part} of {name} has no rung {rung}: there are rungs {_range(rungs)}")
+    rung = _number(rung_text, rungs, f"part {part} of {kata.name} has no rung", "rung")
     heading, lines = rungs[rung]
-    paper = Paper()
     paper.line(f"{kata.title}, part {part}: {subject} - hint {rung} of {len(rungs)}", "bold")
     paper.line(heading)
     paper.line()
@@ -37,11 +38,29 @@ def run(name: str, part: int, rung: int) -> int:
         paper.line(f"  {' '.join(paragraph.split())}")  # the terminal's width, not the file's
         paper.line()
     if rung + 1 in rungs:
-        paper.steps([("Next", f"nox -s hint -- {name} {part} {rung + 1}")])
+        paper.steps([("Next", f"nox -s hint -- {kata.name} {part} {rung + 1}")])
     else:
         paper.line(f"This was the last hint of part {part}.")
-        paper.steps([("Next", f"nox -s kata -- {name}")])
+        paper.steps([("Next", f"nox -s kata -- {kata.name}")])
     return 0
+
+
+def _in_hand(name: str | None, state: State) -> tuple[Kata, int]:
+    """The named kata, or the first that is not solved, and the part to work at."""
+    if name is not None:
+        found = board.standing(named(name), state)
+    else:
+        unsolved = board.first_unsolved(board.all_standings(state))
+        if unsolved is None:
+            raise Misuse("every kata is solved; say which hint: nox -s hint -- NAME [PART] [RUNG]")
+        found = unsolved
+    return found.kata, found.part
+
+
+def _number(text: str, known: Iterable[int], refusal: str, what: str) -> int:
+    if text.isdecimal() and int(text) in known:
+        return int(text)
+    raise Misuse(f"{refusal} {text}: {there_are(what, known)}")
 
 
 def parse(text: str) -> Hints:
@@ -69,7 +88,3 @@ def _strip_blank_ends(lines: list[str]) -> None:
         lines.pop()
     while lines and not lines[0].strip():
         lines.pop(0)
-
-
-def _range(numbers: dict[int, tuple[str, list[str]]] | Hints) -> str:
-    return f"{min(numbers)} to {max(numbers)}" if numbers else "(none)"

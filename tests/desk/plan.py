@@ -12,11 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from desk import events, source
-from desk.explain import TODO_KIND
+from desk.asked import Misuse, locate, named, reference_job
+from desk.events import TODO_KIND
 from desk.judge import judge
-from desk.kata import Misuse, locate, named, reference_job
-from desk.screen import Paper, Screen, at
+from desk.paper import Paper
+from desk.screen import Screen
 from desk.verdict import Job, Verdict
+from desk.words import at, waited
 from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
@@ -64,7 +66,7 @@ def run(name: str | None, answers: str, given: dict[str, int], limit: float) -> 
         raise Misuse(outcome.reason.removeprefix("Skipped: "))
     if verdict.passed and outcome and outcome.plan:
         _draw(paper, outcome.plan)
-        paper.line(f"Time:    {verdict.seconds:.1f} s")
+        paper.line(f"Time:    {waited()}")
         return 0
     _show_problem(paper, verdict)
     return 1

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from desk import events
-from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started
-from desk.explain import TODO_KIND, Judged, explain, place_in
+from desk.events import TODO_KIND, Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started
+from desk.explain import Judged, explain, place_in
+from desk.verdict import part_of
 from kit.answers import loading
 from kit.answers.loading import Answer
 from kit.memory.ruler import human
@@ -30,7 +31,7 @@ class Recorder:
         self._item: pytest.Item | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._tell(Collected(_specs(session.items)))
+        self._tell(Collected([_spec(item) for item in session.items]))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._seconds = 0.0
@@ -123,26 +124,18 @@ def _is_importing(error: BaseException, item: pytest.Item) -> bool:
     return False
 
 
-def _specs(items: list[pytest.Item]) -> list[Spec]:
-    parts: list[str] = []  # by title: the specs of one part may stand in several files
-    specs = []
-    for item in items:
-        part = getattr(item, "cls", None)
-        if _title(part) not in parts:
-            parts.append(_title(part))
-        specs.append(
-            Spec(
-                id=item.nodeid,
-                part=parts.index(_title(part)) + 1,
-                title=_title(part),
-                subject=getattr(part, "subject", ""),
-                group=next((group for group in GROUPS if item.get_closest_marker(group)), ""),
-                sentence=_sentence(item),
-                case=_case(item),
-                gpu=item.get_closest_marker("gpu") is not None,
-            )
-        )
-    return specs
+def _spec(item: pytest.Item) -> Spec:
+    part = getattr(item, "cls", None)
+    return Spec(
+        id=item.nodeid,
+        part=part_of(item.path),
+        title=_title(part),
+        subject=getattr(part, "subject", ""),
+        group=next((group for group in GROUPS if item.get_closest_marker(group)), ""),
+        sentence=_sentence(item),
+        case=_case(item),
+        gpu=item.get_closest_marker("gpu") is not None,
+    )
 
 
 def _title(part: type | None) -> str:

@@ -7,8 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from desk.kata import named
-from desk.screen import Paper
+from desk.asked import named
+from desk.paper import Paper
 from kit import catalog
 from kit.answers.stubs import is_untouched, make_stub
 from kit.catalog import Kata, shown

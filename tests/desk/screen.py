@@ -1,29 +1,16 @@
-"""Verdicts as text: at most 100 columns, plain ASCII of our own, colour only on a terminal."""
+"""Shows one run on paper: each spec as it ends, what is wrong with it, and the verdict."""
 
 from __future__ import annotations
 
 import itertools
-import re
-import shutil
-import sys
-import textwrap
-from collections.abc import Iterable
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from desk import events
 from desk.events import Broken, Chart, Event, Outcome, Problem, Spec
+from desk.paper import LABEL, Paper
 from desk.verdict import Job, Verdict
-from kit.catalog import shown
+from desk.words import at, cases_of, count, spec_of, summary, waited
 
-WIDTH = 100
-_LABEL = 10
-_MOST_LINES = 8
 _BAR = 44
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _WORDS = {
     events.PASSED: ("pass", "green"),
     events.FAILED: ("FAIL", "bold red"),
@@ -31,86 +18,24 @@ _WORDS = {
 }
 
 
-# Each a label and a sentence or a command.
-Steps = Iterable[tuple[str, str]]
-
-
-class Paper:
-    """Where lines go: wrapped to the width, without control characters, markup or emoji codes."""
-
-    def __init__(self) -> None:
-        if hasattr(sys.stdout, "reconfigure"):  # a log in ASCII must not end the desk
-            sys.stdout.reconfigure(errors="backslashreplace")
-        self.width = max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
-        self._console = Console(width=self.width, highlight=False, markup=False, emoji=False)
-
-    def line(self, text: str = "", style: str = "", *, hang: int = 0) -> None:
-        """One paragraph; what does not fit goes on, indented by `hang`."""
-        text = clean(text)
-        indent = " " * (len(text) - len(text.lstrip()))
-        rows = textwrap.wrap(
-            text.strip(),
-            self.width,
-            initial_indent=indent,
-            subsequent_indent=" " * (hang or len(indent)),
-            break_on_hyphens=False,
-        )
-        for row in rows or [""]:
-            self._put(Text(row, style))
-
-    def labelled(self, indent: int, label: str, text: str, style: str = "") -> None:
-        """A label and its text beside it, at most a few lines of it."""
-        room = self.width - indent - _LABEL
-        rows = [
-            row for part in clean(text).splitlines() for row in textwrap.wrap(part, room) or [""]
-        ]
-        if len(rows) > _MOST_LINES:
-            rows = [*rows[: _MOST_LINES - 1], "..."]
-        for number, row in enumerate(rows or [""]):
-            head = " " * indent + (label if number == 0 else "").ljust(_LABEL)
-            self._put(Text().append(head, "bold").append(row, style))
-
-    def verbatim(self, indent: int, text: str) -> None:
-        """One line as it is, cut where the paper ends."""
-        row = " " * indent + clean(text)
-        self._put(Text(row if len(row) <= self.width else row[: self.width - 4] + " ..."))
-
-    def marked(self, word: str, style: str, rest: str, *, indent: int = 2, hang: int = 18) -> None:
-        """A line that starts with a coloured word."""
-        rows = textwrap.wrap(
-            clean(rest), self.width - hang, break_on_hyphens=False, drop_whitespace=True
-        )
-        first, *others = rows or [""]
-        self._put(Text(" " * indent) + Text(word, style) + Text("  " + first))
-        for row in others:
-            self._put(Text(" " * hang + row))
-
-    def table(self, table: Table) -> None:
-        """A table, as wide as the paper at most."""
-        self._console.print(table)
-
-    def steps(self, steps: Steps) -> None:
-        """What to do next, each command on a line of its own, ready to be copied."""
-        for label, text in steps:
-            self.line(f"{label + ':':<9}{text}", hang=9)
-
-    def _put(self, text: Text) -> None:
-        self._console.print(text, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
-
-
-def clean(text: str) -> str:
-    """Text of somebody's program, without what would move the cursor or colour the screen."""
-    return _CONTROLS.sub("?", _ESCAPES.sub("", text.replace("\r\n", "\n")).expandtabs(4))
-
-
 class Screen:
-    """Shows one run as it happens, and then its verdict."""
+    """Shows one run as it happens, and then its verdict.
 
-    def __init__(self, paper: Paper, job: Job) -> None:
-        self._paper, self._job = paper, job
+    A part in which everything passes folds to a line, all but the part in hand: the first in which
+    something is wrong or, where nothing is, the last. So lines wait until the part is known.
+    """
+
+    def __init__(self, paper: Paper, job: Job, verbose: bool = False) -> None:
+        self._paper, self._verbose = paper, verbose
         self._verdict = Verdict(job)
         self._part = 0
-        self._held: list[Spec] = []
+        self._in_hand = 0
+        self._is_open = False
+        self._waiting: list[tuple[Spec, Outcome]] = []  # of a part that may fold
+        self._held: list[Spec] = []  # cases of one spec, which share a line
+        for part in job.before:
+            specs = count(part.passed, "spec")
+            paper.line(f"Part {part.number} passed: {specs} (unchanged)", "green")
 
     def show(self, event: Event) -> None:
         """One event of the run."""
@@ -120,22 +45,59 @@ class Screen:
             self._paper.line()
             self.problem(event.problem, event.prints)
         elif isinstance(event, Outcome) and event.result != events.SKIPPED:
-            self._outcome(next(s for s in self._verdict.specs if s.id == event.id), event)
+            self._take(next(s for s in self._verdict.specs if s.id == event.id), event)
+
+    def _take(self, spec: Spec, outcome: Outcome) -> None:
+        if spec.part != self._part:
+            self._end_part(is_last=False)
+            self._part = spec.part
+        is_bad = outcome.result != events.PASSED
+        if is_bad and not self._in_hand:
+            self._in_hand = spec.part
+        self._waiting.append((spec, outcome))
+        if is_bad or self._verbose or self._is_open:
+            self._open()
+        else:
+            passed = count(len(self._waiting), "spec")
+            self._paper.status(f"part {spec.part}: {passed} passed")
+
+    def _end_part(self, *, is_last: bool) -> None:
+        """Nothing more comes of the part: fold it, or show what has waited."""
+        broke_off = any(spec.part == self._part for spec in self._verdict.not_run)
+        if self._waiting and (broke_off or (is_last and not self._in_hand)):
+            self._in_hand = self._in_hand or self._part
+            self._open()
+        elif self._waiting:
+            specs = count(len(self._waiting), "spec")
+            seconds = sum(outcome.seconds for _, outcome in self._waiting)
+            self._paper.line(f"Part {self._part} passed: {specs} ({seconds:.1f} s)", "green")
+            self._waiting = []
+        self._release()
+        self._is_open = False
+
+    def _open(self) -> None:
+        if not self._is_open:
+            self._paper.line(self._heading(self._waiting[0][0]), "bold")
+        self._is_open = True
+        for spec, outcome in self._waiting:
+            self._outcome(spec, outcome)
+        self._waiting = []
 
     def _outcome(self, spec: Spec, outcome: Outcome) -> None:
         """Cases of one spec that pass share a line, which waits for the last of them."""
         paper = self._paper
-        if self._held and _spec_of(self._held[0]) != _spec_of(spec):
+        if self._held and spec_of(self._held[0]) != spec_of(spec):
             self._release()
-        if spec.part != self._part:
-            self._part = spec.part
-            paper.line(self._heading(spec), "bold")
-        if outcome.result == events.PASSED and not outcome.charts:
+        is_bad = outcome.result != events.PASSED
+        charts = outcome.charts
+        if not (is_bad or self._verbose or self._in_hand == spec.part):
+            charts = []
+        if not is_bad and not charts:
             self._held.append(spec)
             return
         self._release()
         self._mark(outcome.result, [spec])
-        for chart in outcome.charts:
+        for chart in charts:
             self._chart(chart)
         if outcome.problem and outcome.result == events.TODO:
             paper.line(f"                  {outcome.problem.got}: {at(outcome.problem)}")
@@ -151,7 +113,7 @@ class Screen:
 
     def _mark(self, result: str, cases: list[Spec]) -> None:
         word, style = _WORDS[result]
-        self._paper.marked(word, style, f"{cases[0].group:<9} {_words(cases)}")
+        self._paper.marked(word, style, f"{cases[0].group:<9} {cases_of(cases)}")
 
     def _heading(self, spec: Spec) -> str:
         return f"Part {spec.part} of {self._verdict.parts}: {spec.title}"
@@ -166,26 +128,28 @@ class Screen:
         if problem.path:
             paper.labelled(indent, "at", at(problem), "cyan")
         if problem.source:
-            paper.verbatim(indent + _LABEL, problem.source)
+            paper.verbatim(indent + LABEL, problem.source)
         if problem.caret:
-            paper.verbatim(indent + _LABEL, " " * (problem.caret - 1) + "^")
+            paper.verbatim(indent + LABEL, " " * (problem.caret - 1) + "^")
         for number, text in enumerate(prints):
             label = "printed" if number == 0 else ""
-            paper.verbatim(indent, label.ljust(_LABEL) + text)
+            paper.verbatim(indent, label.ljust(LABEL) + text)
 
     def _chart(self, chart: Chart) -> None:
         paper, indent = self._paper, 18
         paper.line(f"{' ' * indent}{chart.title} (limit: {chart.formula})")
         largest = max([size for _, size, _ in chart.rows] + [1])
         texts = max(len(text) for _, _, text in chart.rows)
+        room = min(_BAR, paper.width - indent - texts - 12)
         for label, size, text in chart.rows:
-            marks = "#" * max(round(_BAR * size / largest), 1 if size > 0 else 0)
+            marks = "#" * max(round(room * size / largest), 1 if size > 0 else 0)
             paper.verbatim(indent, f"{label:<9} {text:>{texts}}  {marks}")
 
-    def close(self, verdict: Verdict, steps: Steps = ()) -> None:
-        """What did not run, what the verdict is, and what to do now."""
+    def close(self, verdict: Verdict) -> None:
+        """What did not run, what the verdict is, and how long it took."""
         paper = self._paper
-        self._release()
+        self._end_part(is_last=True)
+        paper.status()
         if not verdict.broken:
             self._not_run(verdict)
             self._unchecked(verdict)
@@ -194,8 +158,7 @@ class Screen:
         paper.line()
         style = "bold green" if verdict.passed else "bold"
         paper.line(f"Verdict: {summary(verdict)}", style, hang=9)
-        paper.line(f"Time:    {verdict.seconds:.1f} s")
-        paper.steps(steps)
+        paper.line(f"Time:    {waited()}")
 
     def trouble(self, verdict: Verdict) -> None:
         """What went wrong with the judge."""
@@ -205,14 +168,15 @@ class Screen:
             paper.verbatim(4, text)
 
     def _not_run(self, verdict: Verdict) -> None:
-        for part in range(1, verdict.parts + 1):
+        begun = {spec.part for spec in verdict.specs if spec.id in verdict.outcomes}
+        for part in sorted({spec.part for spec in verdict.not_run}):
             specs = [spec for spec in verdict.not_run if spec.part == part]
-            if specs and part > self._part:
+            if part in begun:
+                self._paper.line(f"  not run: {count(len(specs), 'more spec')} of this part")
+            else:
                 self._paper.line(
                     f"{self._heading(specs[0])} - not run ({count(len(specs), 'spec')})", hang=4
                 )
-            elif specs:
-                self._paper.line(f"  not run: {count(len(specs), 'more spec')} of this part")
 
     def _unchecked(self, verdict: Verdict) -> None:
         reasons: dict[str, list[Spec]] = {}
@@ -222,70 +186,5 @@ class Screen:
             reasons.setdefault(reason or "needs a CUDA GPU", []).append(spec)
         for reason, specs in reasons.items():
             self._paper.line(f"not checked ({reason}): {count(len(specs), 'spec')}")
-            for _, cases in itertools.groupby(specs, _spec_of):
-                self._paper.line(f"  - {_words(list(cases))}", hang=4)
-
-
-def summary(verdict: Verdict) -> str:
-    """The verdict in a line, with every spec counted once."""
-    if verdict.broken:
-        return state(verdict)
-    counts = [
-        f"{number} {word}"
-        for number, word in (
-            (verdict.count(), "passed"),
-            (verdict.count(events.FAILED), "failed"),
-            (verdict.count(events.TODO), "not written"),
-            (len(verdict.not_run), "not run"),
-            (len(verdict.unchecked), "not checked"),
-        )
-        if number
-    ]
-    return state(verdict) + (f" ({', '.join(counts)})" if counts else "")
-
-
-def state(verdict: Verdict) -> str:
-    """Where the answer stands, in a few words."""
-    if verdict.broken:
-        problem = verdict.broken.problem
-        where = f", line {problem.line}" if problem.line else ""
-        return f"broken file: {problem.kind}{where}"
-    if verdict.trouble:
-        return "no verdict, the judge itself failed"
-    if verdict.first_bad is None:
-        if verdict.passed:
-            return "passed"
-        nothing = verdict.finished and not verdict.not_run
-        return f"no verdict, {'nothing could be checked' if nothing else 'the run did not end'}"
-    spec, outcome = verdict.first_bad
-    place = f"part {spec.part} of {verdict.parts}"
-    if outcome.result == events.TODO:
-        return f"{place} is not written yet"
-    kind = outcome.problem.kind if outcome.problem else "wrong"
-    return f"failing at {place}" + ("" if kind in ("wrong", "error") else f": {kind}")
-
-
-def title(job: Job) -> str:
-    """What is judged: the first line of every verdict."""
-    kata = job.kata
-    return f"{kata.title} ({kata.name}) - judging {shown(job.path)} on {job.device}"
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _spec_of(spec: Spec) -> tuple[int, str]:
-    return spec.part, spec.sentence
-
-
-def _words(cases: list[Spec]) -> str:
-    """One spec with its cases: clips the true gradients (bf16, fp16)."""
-    names = ", ".join(spec.case for spec in cases if spec.case)
-    return cases[0].sentence + (f" ({names})" if names else "")
-
-
-def at(problem: Problem) -> str:
-    """Where the problem is: the line as an editor understands it, and the function."""
-    return problem.at + (f" in {problem.function}" if problem.function else "")
+            for _, cases in itertools.groupby(specs, spec_of):
+                self._paper.line(f"  - {cases_of(list(cases))}", hang=4)

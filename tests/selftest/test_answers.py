@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from desk.asked import Misuse, locate
 from desk.hints import parse
-from desk.kata import Misuse, locate
 from kit.answers.loading import Wrong, caught, load, sources, wrong_answers
 from kit.catalog import ROOT, Kata, all_katas
 from selftest.tiny import WRONG, House, later, new_folder, result

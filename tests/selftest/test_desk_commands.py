@@ -54,19 +54,43 @@ def street() -> House:
     return home
 
 
-later("board", lambda: street().desk("board"))
-later("next kata", lambda: street().desk("kata"))
+@once
+def walk() -> dict[str, tuple[int, str]]:
+    """Commands one after another in that house, each of which changes what is known."""
+    home, seen = street(), {}
+    seen["fresh board"] = home.desk("board")
+    seen["solved"] = home.desk("kata")
+    seen["second"] = home.desk("kata")
+    home.desk("kata", "4")
+    seen["board"] = home.desk("board")
+    seen["hint"] = home.desk("hint")
+    seen["second again"] = home.desk("kata", "second")
+    seen["second, part 1"] = home.desk("kata", "2", "1")
+    second = home.root / "katas" / "second.py"
+    second.write_text(SOLUTION.replace("return math.fsum", "return 1 + math.fsum"))
+    seen["part 1 broken"] = home.desk("kata", "second")
+    home.write("katas/solved.py", SOLUTION + "# changed\n")
+    seen["changed board"] = home.desk("board")
+    return seen
+
+
+later("walk", walk)
 later("gpu", lambda: house().desk("gpu"))
+
+
+def walked(name: str) -> tuple[int, str]:
+    """One step of the walk."""
+    return result("walk")[name]
 
 
 @pytest.mark.timeout(300)
 def test_the_board_tells_every_state_apart():
-    code, out = result("board")
+    code, out = walked("board")
     assert code == 0
     for row in (
-        r"1 +Solved +passed \(1 not checked\) +5 min +katas/solved\.py",
-        r"2 +Second +failing at part 2 of 2 ",
-        r"3 +Fresh +not started ",
+        r"1 +Solved +passed \(1 not checked\) +solved\.py",
+        r"2 +Second +failing at part 2 of 2 +second\.py",
+        r"3 +Fresh +not started \(5 min\) ",
         r"4 +Broken +broken file: syntax error, line 5 ",
         r"5 +Gone +the file is missing ",
     ):
@@ -77,18 +101,67 @@ def test_the_board_tells_every_state_apart():
 
 
 @pytest.mark.timeout(300)
-def test_without_a_name_the_next_unsolved_kata_is_judged():
-    code, out = result("next kata")
-    assert code == 1
+def test_the_board_judges_nothing_and_says_what_has_changed():
+    out = walked("fresh board")[1]
+    assert re.search(r"1 +Solved +begun, not judged yet ", out)
+    assert "Next:    nox -s kata -- solved\n" in out
+    assert re.search(r"1 +Solved +changed since \(was: passed\) ", walked("changed board")[1])
+
+
+@pytest.mark.timeout(300)
+def test_without_a_name_the_next_unsolved_kata_is_judged_and_no_other():
+    code, out = walked("solved")
+    assert code == 0
     assert out.startswith("Solved (solved) - judging katas/solved.py on cpu\n")
-    solved, _, second = out.partition("Second (second) - judging katas/second.py on cpu\n")
-    assert "Verdict: passed" in solved
-    assert "  pass  " not in solved
-    assert second.count("  FAIL  ") == 1
-    assert "FAIL  works     counts in steps" in second
-    assert "not run: 2 more specs of this part" in second
-    assert "(6 passed, 1 failed, 2 not run, 1 not checked)" in second
+    assert "Verdict: passed (9 passed, 1 not checked)" in out
+    assert "Second" not in out
+    assert re.search(r"\nPart +Bytes +yours +reference +limit *\n1 +peak +1.95 KiB +1.95 KiB", out)
+    assert "what do you still hold" not in out
+    assert "aloud: solutions/solved.py\n" in out
+    assert "  - Why not `statistics.fmean`, which does the same?\n  - What of a stream?\n\n" in out
+    assert out.endswith("Next:    nox -s kata   (the next unsolved kata)\n")
+    code, out = walked("second")
+    assert code == 1
+    head = "solved: passed (1 not checked), unchanged\nSecond (second) - judging katas/second.py"
+    assert out.startswith(head)
+    assert out.count("  FAIL  ") == 1
+    assert "Part 1 passed: 6 specs (0." in out
+    assert "FAIL  works     counts in steps" in out
+    assert "not run: 2 more specs of this part" in out
+    assert "(6 passed, 1 failed, 2 not run, 1 not checked)" in out
     assert "fresh" not in out
+
+
+@pytest.mark.timeout(300)
+def test_what_has_passed_with_this_very_code_does_not_run_again():
+    out = walked("second again")[1]
+    assert "\n\nPart 1 passed: 6 specs (unchanged)\nPart 2 of 2: Counter" in out
+    assert "(6 passed, 1 failed, 2 not run, 1 not checked)" in out
+
+
+@pytest.mark.timeout(300)
+def test_a_hint_without_a_name_is_for_the_part_in_hand():
+    code, out = walked("hint")
+    assert code == 0
+    assert out.startswith("Second, part 2: Counter - hint 1 of 1\n")
+
+
+@pytest.mark.timeout(300)
+def test_one_part_alone_is_no_verdict_on_the_kata():
+    code, out = walked("second, part 1")
+    assert code == 0
+    assert "Part 1 of 2: mean - the middle of some numbers\n" in out
+    assert "Part 2" not in out
+    assert "Verdict: part 1 of 2 passed (6 passed)\n" in out
+    assert "Next:    nox -s kata -- second 2\n" in out
+
+
+@pytest.mark.timeout(300)
+def test_the_part_that_failed_last_runs_first():
+    code, out = walked("part 1 broken")
+    assert code == 1
+    assert out.index("Part 2 passed: 3 specs") < out.index("Part 1 of 2: mean")
+    assert "Verdict: failing at part 1 of 2 (3 passed, 1 failed, 5 not run, 1 not checked)" in out
 
 
 @pytest.mark.timeout(300)
@@ -104,8 +177,19 @@ def test_without_a_gpu_that_is_said_and_nothing_is_judged():
 
 def test_an_unknown_kata_is_answered_with_the_nearest(desk):
     assert desk("kata", "tinny") == (2, "no kata is named 'tinny'; did you mean tiny?\n")
+    assert desk("kata", "2") == (2, "there is no kata 2: there is only kata 1\n")
     assert desk("hint", "tinny")[0] == 2
     assert desk("reset", "tinny")[0] == 2
+
+
+@pytest.mark.parametrize("part", ["3", "0", "two"])
+def test_an_unknown_part_is_answered_with_those_there_are(desk, tmp_path, part):
+    for number in (1, 2):
+        file = tmp_path / "tests" / "specs" / "tiny" / f"test_part{number}_x.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    expected = (2, f"tiny has no part {part}: there are parts 1 to 2\n")
+    assert desk("kata", "1", part) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,10 +220,13 @@ def test_hints_go_up_one_rung_at_a_time(desk):
     assert "`[1e100, 1.0, -1e100]`" in out
     assert "Rounding." not in out
     assert "Next:    nox -s hint -- tiny 1 3\n" in out
+    assert desk("hint", "1", "1", "2") == (code, out)
+    assert desk("hint")[1].startswith("Tiny, part 1: mean - hint 1 of 4\n")
     assert "This was the last hint of part 1" in desk("hint", "tiny", "1", "4")[1]
 
 
 def test_hints_that_are_not_there_are_answered_with_what_is(desk):
+    assert desk("hint", "1", "two")[1] == "tiny has no part two: there are parts 1 to 2\n"
     assert desk("hint", "tiny", "3") == (2, "tiny has no part 3: there are parts 1 to 2\n")
     assert (
         desk("hint", "tiny", "1", "5")[1]

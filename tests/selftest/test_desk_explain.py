@@ -9,9 +9,10 @@ import pytest
 from desk import events, source
 from desk.events import Broken, Chart, Collected, Finished, Outcome, Problem, Spec, Started
 from desk.explain import Judged, explain
-from desk.screen import state, summary
 from desk.verdict import Job, Verdict
+from desk.words import state, summary
 from kit.answers.loading import load
+from kit.catalog import Kata
 from selftest.tiny import SOLUTION
 
 
@@ -174,7 +175,7 @@ def test_events_come_through_a_line_unchanged():
     problem = Problem("wrong", "1", "2", "cause", "mine.py", 3, "mean", "return 1", 4)
     chart = Chart("peak", "0.6 * plain", [("plain", 4, "4 B")])
     for event in (
-        Collected([SPEC, ON_GPU], 1.5),
+        Collected([SPEC, ON_GPU]),
         Started("a"),
         Outcome("a", events.FAILED, 0.5, problem, charts=[chart], prints=["x"]),
         Outcome("a", events.PASSED),
@@ -185,13 +186,13 @@ def test_events_come_through_a_line_unchanged():
 
 
 def test_only_a_finished_run_in_which_something_passed_is_a_pass():
-    collected = Collected([SPEC, ON_GPU], 0.0)
+    collected = Collected([SPEC, ON_GPU])
     passed, skipped = Outcome("a", events.PASSED), Outcome("b", events.SKIPPED)
     assert _verdict(collected, passed, skipped, Finished()).passed
     assert _verdict(collected, passed, Finished()).passed
     assert not _verdict(collected, passed, skipped).passed
     assert not _verdict(collected, skipped, Finished()).passed
-    assert not _verdict(Collected([], 0.0), Finished()).passed
+    assert not _verdict(Collected([]), Finished()).passed
     assert not _verdict(collected, Outcome("a", events.SKIPPED), skipped, Finished()).passed
     failed = Outcome("b", events.FAILED)
     assert not _verdict(collected, passed, failed, Finished()).passed
@@ -200,7 +201,7 @@ def test_only_a_finished_run_in_which_something_passed_is_a_pass():
 
 def test_a_gpu_spec_that_did_not_come_to_its_turn_counts_as_not_checked_on_a_cpu():
     todo = Outcome("a", events.TODO, problem=Problem("not written", ""))
-    verdict = _verdict(Collected([SPEC, ON_GPU], 0.0), todo, Finished())
+    verdict = _verdict(Collected([SPEC, ON_GPU]), todo, Finished())
     assert state(verdict) == "part 1 of 2 is not written yet"
     assert summary(verdict).endswith("(1 not written, 1 not checked)")
     verdict.job = dataclasses.replace(verdict.job, device="cuda")
@@ -209,14 +210,14 @@ def test_a_gpu_spec_that_did_not_come_to_its_turn_counts_as_not_checked_on_a_cpu
 
 def test_a_run_in_which_nothing_could_be_checked_is_told_from_one_that_broke_off():
     """As on a torch that cannot run what the kata is about."""
-    collected = Collected([SPEC, ON_GPU], 0.0)
+    collected = Collected([SPEC, ON_GPU])
     both = (Outcome("a", events.SKIPPED), Outcome("b", events.SKIPPED))
     assert state(_verdict(collected, *both, Finished())).endswith("nothing could be checked")
     assert state(_verdict(collected, *both)).endswith("the run did not end")
 
 
 def _verdict(*seen: events.Event) -> Verdict:
-    verdict = Verdict(Job(kata=None, path=None))
+    verdict = Verdict(Job(Kata("tiny", "Tiny", 5, "Tiny"), path=None))
     for event in seen:
         verdict.take(event)
     return verdict

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.timeout(300)
 for name, (_, arguments) in ANSWERS.items():
     later(name, partial(judge, name, *arguments))
 later("untouched", lambda: house().desk("kata", "tiny_mean"))
-later("reference", lambda: house().desk("kata", "tiny_mean", "--answers", "solutions"))
+REFERENCE = ("kata", "tiny_mean", "--answers", "solutions")
+later("reference", lambda: house().desk(*REFERENCE))
+later("every line", lambda: house().desk(*REFERENCE, "-v"))
 
 
 def test_an_untouched_stub_is_not_written_yet():
@@ -44,16 +46,29 @@ def test_the_reference_passes_and_says_what_was_not_checked():
     code, out = seen("reference")
     assert code == 0
     assert out.startswith("Tiny mean (tiny_mean) - judging solutions/tiny_mean.py on cpu\n")
-    assert out.count("  pass  ") == 8
-    assert "pass  works     is the sum over the count (three, one)\n" in out
     assert "FAIL" not in out
     assert "not checked (needs a CUDA GPU): 1 spec\n  - saves on a gpu" in out
     assert "Verdict: passed (9 passed, 1 not checked)" in out
     assert re.search(r"Time: +\d+\.\d s\n", out)
 
 
+def test_a_part_that_passes_folds_to_a_line_and_the_last_one_is_shown():
+    out = seen("reference")[1]
+    folded, _, shown = out.partition("Part 2 of 2: Counter - steps of a given size\n")
+    assert re.search(r"\n\nPart 1 passed: 6 specs \(0\.\d s\)\n$", folded)
+    assert shown.count("  pass  ") == 3
+    assert "holds few bytes" not in out
+
+
+def test_every_spec_and_every_bar_is_shown_if_asked():
+    out = seen("every line")[1]
+    assert out.count("  pass  ") == 8
+    assert "pass  works     is the sum over the count (three, one)\n" in out
+    assert "Part 1 of 2: mean - the middle of some numbers\n" in out
+
+
 def test_a_bar_is_shown_when_it_holds_and_when_it_does_not():
-    held = block(seen("reference")[1], "holds few bytes")
+    held = block(seen("every line")[1], "holds few bytes")
     broken = block(seen("all")[1], "holds few bytes")
     for text in (held, broken):
         assert re.search(r"plain +4\.00 KiB  #{44}\n", text)

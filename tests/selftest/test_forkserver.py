@@ -200,7 +200,11 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
     for name in ("SIGINT", "SIGTERM", "SIGKILL"):
         folder = endless.root / name
         folder.mkdir()
-        variables = {"TMPDIR": str(folder), "NOTES": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        variables = {
+            "TMPDIR": str(folder),
+            "NOTES": str(folder),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         with hears_ctrl_c():
             run = endless.start("pytest", "tests/specs/endless", **variables)
         runs.append((signal.Signals[name], folder, run))

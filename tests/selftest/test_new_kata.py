@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_the_board_lists_it():
     code, out = house().desk("board")
     assert code == 0
-    row = r"1 +Tiny mean +not started +5 min +katas/tiny_mean\.py"
+    row = r"1 +Tiny mean +not started \(5 min\) +tiny_mean\.py"
     assert re.search(row, out)
     assert "Next:    open katas/tiny_mean.py and write part 1\n" in out
     assert "then:    nox -s kata -- tiny_mean\n" in out

@@ -170,6 +170,17 @@ The error does not grow with the count.
 What does a step of zero do?
 """
 
+WALK_THROUGH = """\
+# Walk-through: Tiny mean
+
+## What to ask next, and good answers
+
+- *Why not `statistics.fmean`,
+  which does the same?* It does; read it.
+- *What of a stream?* Welford.
+- *And a third?* It is not shown.
+"""
+
 T = TypeVar("T")
 
 ROW = '[{name}]\ntitle = "{title}"\nminutes = 5\nsummary = "Tiny"\n'
@@ -203,6 +214,7 @@ class House:
     def add_kata(self, name: str) -> None:
         """Everything that a new kata is: some files and one row."""
         self.write(f"solutions/{name}.py", SOLUTION)
+        self.write(f"solutions/{name}.md", WALK_THROUGH)
         self.write(f"katas/{name}.py", make_stub(SOLUTION))
         self.write(f"katas/hints/{name}.md", HINTS)
         self.write(f"tests/specs/{name}/test_part1_mean.py", SPECS_1)
@@ -219,7 +231,9 @@ class House:
         file.write_text(text, encoding="utf-8")
         return file
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, new_group: bool = False, **variables: str
+    ) -> subprocess.Popen[str]:
         """`python -m ...` at home in this house."""
         env = {**os.environ, "PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
         for name in ("PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS", "FORCE_COLOR"):
@@ -231,6 +245,7 @@ class House:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
+            start_new_session=new_group,
         )
 
     def run(self, *arguments: str, **variables: str) -> Result:

@@ -1,0 +1,233 @@
+"""Verdicts that outlive the run: one JSON file a kata in ROOT/.katas, kept by content.
+
+A verdict holds for one answer, byte for byte, and for what it was judged with: specs, kit, torch,
+Python, device. Nothing here fails a command: what cannot be kept or read is said in one sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from desk import words
+from desk.events import Chart
+from desk.verdict import Figure, PassedPart, Verdict, part_files
+from kit import catalog
+from kit.catalog import Kata, shown
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Print:
+    """The fingerprints of an answer and of each thing that it is judged with."""
+
+    answer: str
+    judge: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept of a kata: `words` say where it stands, `failed` is the part to mend (or 0)."""
+
+    of: Print
+    words: str
+    passed: bool
+    failed: int = 0
+    steps: list[tuple[str, str]] = field(default_factory=list)
+    parts: dict[int, PassedPart] = field(default_factory=dict)
+
+    def changed(self, now: Print) -> str:
+        """What is not as it was at the verdict: "answer", "the specs", "torch" ...; or nothing."""
+        if self.of.answer != now.answer:
+            return "answer"
+        ours, theirs = self.of.judge, now.judge
+        return next((word for word in theirs if ours.get(word) != theirs[word]), "")
+
+
+class State:
+    """The records of all katas on one device; `say` gets a sentence where one cannot be kept."""
+
+    def __init__(self, say: Callable[[str], None], device: str = "cpu") -> None:
+        self._say, self._device = functools.cache(say), device  # each sentence once
+        self._folder = catalog.ROOT / ".katas"
+
+    def fingerprint(self, kata: Kata) -> Print:
+        """Of the candidate's file as it is now, and of all that it is judged with."""
+        return Print(_digest([kata.stub]), _judge_of(kata, self._device))
+
+    def read(self, kata: Kata) -> Record | None:
+        """What is kept of this kata; a file that cannot be understood is set aside."""
+        path = self._path(kata)
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self._set_aside(path, f"it cannot be read: {error.strerror}")
+            return None
+        try:
+            data = json.loads(text)
+            if data["version"] == VERSION:
+                return _record(data)
+            self._set_aside(path, f"its version is {data['version']!r}, not {VERSION}")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self._set_aside(path, "it is damaged")
+        return None
+
+    def keep(
+        self, verdict: Verdict, before: Print, steps: Iterable[tuple[str, str]]
+    ) -> Record | None:
+        """Keep a verdict that came to its end on the answer with that fingerprint."""
+        job = verdict.job
+        if not is_complete(verdict):
+            return None
+        if self.fingerprint(job.kata) != before:
+            self._say(f"{shown(job.path)} was changed during the run, so the verdict is not kept.")
+            return None
+        record = _merged(self.read(job.kata), verdict, before, list(steps))
+        self._write(self._path(job.kata), record)
+        return record
+
+    def _path(self, kata: Kata) -> Path:
+        device = "" if self._device == "cpu" else f"-{self._device}"
+        return self._folder / f"{kata.name}{device}.json"
+
+    def _write(self, path: Path, record: Record) -> None:
+        data = {"version": VERSION, **dataclasses.asdict(record)}
+        temporary = ""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=f".{path.stem}-")
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file, indent=1)
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+            why = error.strerror or error
+            self._say(f"The verdict could not be kept in {shown(self._folder)}: {why}.")
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        for number in itertools.count(1):
+            other = path.with_name(f"{path.name}.old-{number}")
+            if not other.exists():
+                break
+        what = f"The kept verdict {shown(path)} cannot be used ({why})"
+        try:
+            os.replace(path, other)
+        except FileNotFoundError:
+            return  # another run was faster
+        except OSError as error:
+            self._say(f"{what}, nor be renamed: {error.strerror or error}.")
+            return
+        self._say(f"{what}; it is now {shown(other)}.")
+
+
+def is_complete(verdict: Verdict) -> bool:
+    """Whether it says something about the answer that will be so next time."""
+    if verdict.trouble or verdict.broken:
+        return not verdict.trouble
+    return verdict.first_bad is not None or verdict.passed
+
+
+def _merged(
+    old: Record | None, verdict: Verdict, now: Print, steps: list[tuple[str, str]]
+) -> Record:
+    """With what is known of the other parts, where they were judged with the same code."""
+    same = old if old and not old.changed(now) else None
+    parts = {part.number: part for part in verdict.passed_parts}
+    failed = verdict.first_bad[0].part if verdict.first_bad else 0
+    if same:
+        parts = {**same.parts, **parts}
+    if failed or verdict.broken:
+        parts.pop(failed, None)
+        return Record(now, words.state(verdict), False, failed, steps, parts)
+    if same and same.failed and same.failed not in parts:
+        return dataclasses.replace(same, parts=parts)
+    numbers = set(part_files(verdict.job.kata))
+    passed = set(parts) >= numbers
+    text = f"{len(parts)} of {len(numbers)} parts passed"
+    if passed:
+        unchecked = sum(part.unchecked for part in parts.values())
+        text = "passed" + (f" ({unchecked} not checked)" if unchecked else "")
+    return Record(now, text, passed, 0, steps, parts)
+
+
+def _record(data: dict[str, Any]) -> Record:
+    """What `dataclasses.asdict` made of it; an error if anything has another form."""
+    judge = {str(key): str(value) for key, value in data["of"]["judge"].items()}
+    return Record(
+        of=Print(str(data["of"]["answer"]), judge),
+        words=str(data["words"]),
+        passed=data["passed"] is True,
+        failed=int(data["failed"]),
+        steps=[(str(label), str(text)) for label, text in data["steps"]],
+        parts={int(number): _part(part) for number, part in data["parts"].items()},
+    )
+
+
+def _part(data: dict[str, Any]) -> PassedPart:
+    counts = {key: int(data[key]) for key in ("number", "passed", "unchecked")}
+    figures = [
+        Figure(int(figure["part"]), str(figure["case"]), _chart(figure["chart"]))
+        for figure in data["figures"]
+    ]
+    return PassedPart(**counts, seconds=float(data["seconds"]), figures=figures)
+
+
+def _chart(data: dict[str, Any]) -> Chart:
+    rows = [(str(label), int(size), str(text)) for label, size, text in data["rows"]]
+    return Chart(str(data["title"]), str(data["formula"]), rows)
+
+
+def _judge_of(kata: Kata, device: str) -> dict[str, str]:
+    shared = [path for path in kata.specs.parent.glob("*.py") if path.is_file()]
+    return {
+        "the specs": _digest([*_files(kata.specs), *shared]),
+        "the judge": _digest_of_tools(catalog.ROOT / "tests"),
+        "torch": _version_of_torch(),
+        "Python": platform.python_version(),
+        "device": device,
+    }
+
+
+@functools.cache
+def _digest_of_tools(tests: Path) -> str:
+    desk = [tests / "desk" / name for name in ("recorder.py", "explain.py")]
+    return _digest([*_files(tests / "kit"), *desk, tests / "conftest.py"])
+
+
+@functools.cache
+def _version_of_torch() -> str:
+    try:
+        return metadata.version("torch")  # without the import, which takes seconds
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix != ".pyc" and path.is_file()]
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    """Of the names and the bytes of the files."""
+    total = hashlib.sha256()
+    for path in sorted(paths):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            data = repr(error).encode()
+        total.update(f"{shown(path)} {len(data)}\n".encode() + data)
+    return total.hexdigest()

@@ -1,0 +1,101 @@
+"""A verdict in words: its sentence, its counts, the time it took, and what was judged."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+from desk import events
+from desk.events import Problem, Spec
+from desk.verdict import Job, Verdict
+from kit.catalog import shown
+
+# When nox began, in seconds as time.time() has them.
+STARTED_VARIABLE = "MEMORY_KATAS_STARTED"
+
+
+def summary(verdict: Verdict) -> str:
+    """The verdict in a line, with every spec counted once."""
+    if verdict.broken:
+        return state(verdict)
+    before = verdict.job.before
+    counts = [
+        f"{number} {word}"
+        for number, word in (
+            (verdict.count() + sum(part.passed for part in before), "passed"),
+            (verdict.count(events.FAILED), "failed"),
+            (verdict.count(events.TODO), "not written"),
+            (len(verdict.not_run), "not run"),
+            (len(verdict.unchecked) + sum(part.unchecked for part in before), "not checked"),
+        )
+        if number
+    ]
+    return state(verdict) + (f" ({', '.join(counts)})" if counts else "")
+
+
+def state(verdict: Verdict) -> str:
+    """Where the answer stands, in a few words."""
+    if verdict.broken:
+        problem = verdict.broken.problem
+        where = f", line {problem.line}" if problem.line else ""
+        return f"broken file: {problem.kind}{where}"
+    if verdict.trouble:
+        return "no verdict, the judge itself failed"
+    if verdict.first_bad is None:
+        if verdict.solved:
+            return "passed"
+        if verdict.passed:
+            return f"{_parts([part.number for part in verdict.passed_parts], verdict.parts)} passed"
+        nothing = verdict.finished and not verdict.not_run
+        return f"no verdict, {'nothing could be checked' if nothing else 'the run did not end'}"
+    spec, outcome = verdict.first_bad
+    place = f"part {spec.part} of {verdict.parts}"
+    if outcome.result == events.TODO:
+        return f"{place} is not written yet"
+    kind = outcome.problem.kind if outcome.problem else "wrong"
+    return f"failing at {place}" + ("" if kind in ("wrong", "error") else f": {kind}")
+
+
+def _parts(numbers: list[int], total: int) -> str:
+    """part 2 of 4; parts 2, 3 of 4."""
+    noun = "part" if len(numbers) == 1 else "parts"
+    return f"{noun} {', '.join(map(str, numbers))} of {total}"
+
+
+def waited() -> str:
+    """How long somebody has waited: since nox began, or else since this process did."""
+    started = os.environ.get(STARTED_VARIABLE, "")
+    try:
+        since = float(started)
+    except ValueError:
+        since = psutil.Process().create_time()
+    return f"{max(0.0, time.time() - since):.1f} s"
+
+
+def title(job: Job) -> str:
+    """What is judged: the first line of every verdict."""
+    kata = job.kata
+    return f"{kata.title} ({kata.name}) - judging {shown(job.path)} on {job.device}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def spec_of(spec: Spec) -> tuple[int, str]:
+    """What the cases of one spec have in common."""
+    return spec.part, spec.sentence
+
+
+def cases_of(cases: list[Spec]) -> str:
+    """One spec with its cases: clips the true gradients (bf16, fp16)."""
+    names = ", ".join(spec.case for spec in cases if spec.case)
+    return cases[0].sentence + (f" ({names})" if names else "")
+
+
+def at(problem: Problem) -> str:
+    """Where the problem is: the line as an editor understands it, and the function."""
+    return problem.at + (f" in {problem.function}" if problem.function else "")

@@ -1,0 +1,79 @@
+"""What nox adds to the desk: its exit code, and no line of nox's own after a verdict."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from kit.catalog import ROOT
+from selftest.tiny import House, hears_ctrl_c, later, new_folder, once, result
+
+pytest.importorskip("nox")
+pytestmark = pytest.mark.timeout(300)
+
+
+@once
+def home() -> House:
+    """A house with the noxfile."""
+    house = House(new_folder())
+    house.add_kata("tiny_mean")
+    shutil.copy(ROOT / "noxfile.py", house.root)
+    return house
+
+
+def _nox(*arguments: str) -> tuple[int, str]:
+    return home().run("nox", "--no-venv", *arguments)
+
+
+later("nox kata", lambda: _nox("-s", "kata", "--", "tiny_mean"))
+later("nox misuse", lambda: _nox("-s", "kata", "--", "nope"))
+later("nox without hyphens", lambda: _nox("-s", "kata", "tiny_mean", "2"))
+later("plain pytest", lambda: home().run("pytest"))
+
+
+def test_the_exit_code_is_the_desks_and_the_verdict_is_the_last_word():
+    code, out = result("nox kata")
+    assert code == 1, out
+    assert out.endswith("a hint:  nox -s hint -- tiny_mean 1\n")
+
+
+def test_misuse_is_told_by_the_desk_alone():
+    code, out = result("nox misuse")
+    assert code == 2
+    assert out.splitlines()[1:] == ["no kata is named 'nope'; did you mean tiny_mean?"]
+
+
+def test_what_stands_before_the_hyphens_is_answered_with_the_line_that_works():
+    code, out = result("nox without hyphens")
+    assert code == 2
+    assert out.endswith(": nox -s kata -- tiny_mean 2\n")
+    assert "Sessions not found" not in out
+
+
+def test_ctrl_c_is_told_by_the_desk_alone():
+    path = home().write("answers/endless.py", "open('begun', 'w').close()\nwhile True:\n    pass\n")
+    with hears_ctrl_c():
+        process = home().start(
+            *("nox", "--no-venv", "-s", "kata", "--", "tiny_mean", "--answers", str(path)),
+            new_group=True,
+        )
+    end = time.monotonic() + 60
+    while not (home().root / "begun").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to nox and to the desk
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 130, out
+    assert out.endswith("Stopped; nothing was left running.\n")
+
+
+def test_plain_pytest_on_untouched_stubs_is_one_sentence():
+    code, out = result("plain pytest")
+    assert code == 4
+    assert "ERROR: nothing is written in katas/ yet, so there is nothing to test." in out
+    assert "FAILED" not in out
+    assert "Traceback" not in out
