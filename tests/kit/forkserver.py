@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -174,6 +175,8 @@ def _main(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> 
         os.dup2(file.fileno(), 2)
     if _FORKS:
         _ask_the_same_server()
+    else:
+        importlib.import_module("kit.warm").import_all()
     target(*arguments)
 
 

@@ -57,19 +57,21 @@ def _clear_away(folder: Path) -> None:
 
 
 def _modules() -> Iterator[str]:
-    """The slow imports: torch, what it imports at the first optimizer and checkpoint, pytest."""
-    yield from ("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp")
+    yield from ("numpy", "torch", "torch.distributed.fsdp")
     yield "torch.distributed.checkpoint.state_dict"
-    yield "torch.distributed.checkpoint._fsspec_filesystem"
     yield from ("pytest", "pytest_timeout", "psutil", "tblib")
     yield from (module.name for module in pkgutil.walk_packages(kit.__path__, "kit."))
 
 
-def _import_all() -> None:
+def import_all() -> None:
+    """Import what is slow, so that it does not count as the time of an answer."""
     gc.disable()  # while objects are made that stay
     for name in _modules():
         with contextlib.suppress(ImportError):  # whoever needs it says so better
             importlib.import_module(name)
+    private_torch = importlib.import_module("kit.private_torch")
+    private_torch.import_dynamo()  # what the first optimizer imports, as long as torch itself
+    private_torch.import_checkpoint_files()
     sys.modules["torch"].set_num_threads(1)
     gc.freeze()
     gc.enable()
@@ -78,7 +80,7 @@ def _import_all() -> None:
 if _folder := os.environ.get(FOLDER_VARIABLE):
     try:
         _prepare(Path(_folder))
-        _import_all()
+        import_all()
     except BaseException:
         traceback.print_exc()  # into the log; each fork fails in the same way, and says it
     Path(_folder, f"up{os.getpid()}").touch()

@@ -6,6 +6,8 @@ import pytest
 
 from selftest import tiny
 
+pytest.register_assert_rewrite("selftest.canaries")
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     modules = [getattr(item, "module", None) for item in session.items]

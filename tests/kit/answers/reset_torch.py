@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from kit.laws import draw
+from kit.private_torch import dispatch_modes, pop_dispatch_mode, pop_saved_tensors_hooks
 
 
 def reset_torch() -> None:
     """Reset the modes, hooks, defaults and random state that an answer may have left behind."""
-    while _get_current_dispatch_mode_stack():
-        _pop_mode()
+    while dispatch_modes():
+        pop_dispatch_mode()
     while _hooks_in_force():
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
         torch.set_autocast_enabled(device, False)
         torch.set_autocast_dtype(device, dtype)

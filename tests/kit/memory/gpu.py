@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kit.laws.toys import Block
+from kit.private_torch import set_allocator_settings
 
 
 def prepare(device: torch.device) -> None:
@@ -28,11 +29,7 @@ def prepare(device: torch.device) -> None:
 def _split_blocks_exactly() -> None:
     # Without this the allocator hands out, and counts, a free block above 1 MiB whole where up to
     # 1 MiB more was free than was asked for: the same step would read differently.
-    settings = "expandable_segments:True"
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # torch 2.9 and later
-        torch._C._accelerator_setAllocatorSettings(settings)
-    else:
-        torch.cuda.memory._set_allocator_settings(settings)
+    set_allocator_settings("expandable_segments:True")
 
 
 def _train(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""An independent witness for the ruler: what the CPU allocator itself reports to the profiler."""
+"""An independent check of the ruler: what the CPU allocator itself reports to the profiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from kit.private_torch import MEMORY_EVENT, DispatchMode, profiler_events
 
 
 class AllocatorPeaks(NamedTuple):
@@ -32,7 +33,7 @@ def allocator_peaks(step: Callable[[], object], *, unit: int = 1) -> AllocatorPe
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof, _Marks():
         step()
-    events = prof.profiler.kineto_results.events()
+    events = profiler_events(prof)
     operators = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events
@@ -41,7 +42,7 @@ def allocator_peaks(step: Callable[[], object], *, unit: int = 1) -> AllocatorPe
     changes = [
         (event.start_ns(), event.nbytes())
         for event in events
-        if event.name() == "[memory]" and event.device_type().name == "CPU"
+        if event.name() == MEMORY_EVENT and event.device_type().name == "CPU"
     ]
     changes.sort(key=itemgetter(0))
     level = at_any_time = between = 0
@@ -62,17 +63,10 @@ def _end_of_operator(operators: list[tuple[int, int]], moment: int) -> int:
     return max(moment, operators[place][1]) if place >= 0 else moment
 
 
-class _Marks(TorchDispatchMode):
+class _Marks(DispatchMode):
     """Has the profiler note when each operator below autograd begins and ends."""
 
     NAME = "an operator"
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in kit.memory.ruler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with record_function(self.NAME):

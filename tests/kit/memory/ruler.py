@@ -38,7 +38,8 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from kit.private_torch import DispatchMode, sparse_parts, storage_key
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def bytes_of(*things: object) -> int:
     parameters and gradients. Storages on every device count. Raises TypeError like `measure`.
     """
     storages: dict[int, torch.UntypedStorage] = {}
-    _visit(tensors_in(things), lambda storage: storages.update({storage._cdata: storage}))
+    _visit(tensors_in(things), lambda storage: storages.update({storage_key(storage): storage}))
     return sum(_rounded(storage.nbytes()) for storage in storages.values())
 
 
@@ -110,17 +111,12 @@ def human(n: int) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     """Sees every operation, and clears up after imports."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._modules = len(sys.modules)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap __torch_dispatch__ in dynamo.disable: 2 s of import, and slower calls
-        return False
 
     def collect_after_import(self) -> None:
         # An import may leave cyclic garbage, tracebacks for one, and with it every frame that was
@@ -171,15 +167,16 @@ class LiveBytes(_Mode):
             yield
 
     def _existed(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._bytes:
+        if storage_key(storage) not in self._bytes:
             self.baseline += self._watch(storage)
 
     def _made(self, storage: torch.UntypedStorage) -> None:
-        before = self._bytes.get(storage._cdata)
+        key = storage_key(storage)
+        before = self._bytes.get(key)
         if before is None:
             self.above += self._watch(storage)
         elif before != (now := _rounded(storage.nbytes())):
-            self._bytes[storage._cdata] = now
+            self._bytes[key] = now
             self.above += now - before
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -189,7 +186,7 @@ class LiveBytes(_Mode):
     def _watch(self, storage: torch.UntypedStorage) -> int:
         if not self._counts(storage):
             return 0
-        key = storage._cdata
+        key = storage_key(storage)
         self._bytes[key] = _rounded(storage.nbytes())
         self._refs[key] = weakref.ref(storage, partial(self._freed, key))
         return self._bytes[key]
@@ -281,8 +278,8 @@ def _visit(values: Iterable[Any], note: Callable[[torch.UntypedStorage], None]) 
             if value.layout is torch.strided:
                 note(value.untyped_storage())
             elif value.layout is torch.sparse_coo:
-                note(value._indices().untyped_storage())
-                note(value._values().untyped_storage())
+                for part in sparse_parts(value):
+                    note(part.untyped_storage())
         elif isinstance(value, (list, tuple)):
             _visit(value, note)
 

@@ -9,9 +9,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._guards import active_fake_mode
 
 from kit.memory.ruler import LiveBytes, parts_of, tensors_in
+from kit.private_torch import (
+    CAST,
+    COLLECTIVES,
+    DEVICE_QUERIES,
+    FSDP_COPIES,
+    FSDP_GRADIENT_COPY,
+    active_fake_mode,
+    fake_device,
+    fake_mode_depth,
+    put_hook_first,
+    sparse_parts,
+    storage_key,
+)
 
 
 class Storage:
@@ -47,7 +59,7 @@ class Change(NamedTuple):
 
 
 class StorageLog(LiveBytes):
-    """Counts as LiveBytes does, and keeps a book of every storage."""
+    """Counts as LiveBytes does, and logs the life of every storage."""
 
     def __init__(
         self,
@@ -58,7 +70,7 @@ class StorageLog(LiveBytes):
     ) -> None:
         super().__init__()
         self._fake = active_fake_mode()
-        self._depth = len(self._fake.enter_stack) if self._fake else 0
+        self._depth = fake_mode_depth(self._fake) if self._fake else 0
         self._device = "meta" if self._fake else device  # where the storages of fake tensors are
         self._records: dict[int, Storage] = {}
         self.old: list[Storage] = []
@@ -73,7 +85,7 @@ class StorageLog(LiveBytes):
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if self._is_aside(func):
+        if self._is_overhead(func):
             return func(*args, **kwargs)
         self.collect_after_import()
         if func is not torch.ops.aten.lift_fresh.default:
@@ -87,17 +99,17 @@ class StorageLog(LiveBytes):
         self.timeline.append(self.above)
         return result
 
-    # What is counted, and the book of it
+    # What is counted, and the log of it
 
-    def _is_aside(self, func: Any) -> bool:
+    def _is_overhead(self, func: Any) -> bool:
         """In a dry run: whether a device is asked for, or a sharding is propagated."""
         if not self._fake:
             return False
-        return func.namespace == "prim" or len(self._fake.enter_stack) > self._depth
+        return func.namespace == DEVICE_QUERIES or fake_mode_depth(self._fake) > self._depth
 
     def _is_counted(self, tensor: torch.Tensor) -> bool:
         # in a dry run all storages are meta, and the tensor knows what it stands for
-        return not self._fake or str(getattr(tensor, "fake_device", "")) == "cpu"
+        return not self._fake or fake_device(tensor) == "cpu"
 
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == self._device
@@ -107,10 +119,10 @@ class StorageLog(LiveBytes):
             return None
         storage = tensor.untyped_storage()
         self._existed(storage)
-        return self._records.get(storage._cdata)
+        return self._records.get(storage_key(storage))
 
     def _existed(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._bytes:
             super()._existed(storage)
             if key in self._bytes:
@@ -121,13 +133,14 @@ class StorageLog(LiveBytes):
     def _made(self, storage: torch.UntypedStorage) -> None:
         before = self.above
         super()._made(storage)
-        if storage._cdata in self._bytes:
-            record = self._records.setdefault(storage._cdata, Storage())
+        key = storage_key(storage)
+        if key in self._bytes:
+            record = self._records.setdefault(key, Storage())
             self._change(record, self.above - before)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         super()._resized(storage)
-        if record := self._records.get(storage._cdata):
+        if record := self._records.get(storage_key(storage)):
             record.evidence.add("unsharded")
 
     def _freed(self, key: int, reference: object) -> None:
@@ -195,9 +208,7 @@ class StorageLog(LiveBytes):
         if parameter.requires_grad and parameter.is_leaf:  # FSDP2 calls these hooks as well
             hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
             # it goes before hooks of the model's own, which may use the gradient up
-            hooks = parameter._post_accumulate_grad_hooks
-            others = {key: hooks.pop(key) for key in [*hooks] if key != hook.id}
-            hooks.update(others)
+            put_hook_first(parameter, hook)
             self._hooks.append(hook)
 
     def _met(self, tensor: torch.Tensor) -> None:
@@ -208,13 +219,13 @@ class StorageLog(LiveBytes):
                 self._hook(tensor)  # a gathered one, whose gradient may wait to be reduced
 
     def _note_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in COLLECTIVES:
             self._note("communication", args, *kwargs.values(), result)
-        elif func.namespace == "fsdp":  # its copies into and out of collectives
+        elif func.namespace == FSDP_COPIES:
             self._note("communication", args, *kwargs.values(), result)
-            if func._schema.name == "fsdp::chunk_cat":
+            if func.name() == FSDP_GRADIENT_COPY:
                 self._note("gradients", args)
-        elif func is torch.ops.aten._to_copy.default:
+        elif func is CAST:
             self._liken(result, args[0])
         elif func is torch.ops.aten.add_.Tensor and isinstance(args[1], torch.Tensor):
             self._liken(args[1], args[0])
@@ -231,7 +242,7 @@ def _plain(value: object) -> Iterator[torch.Tensor]:
         if value.layout is torch.strided:
             yield value
         elif value.layout is torch.sparse_coo:
-            yield from (value._indices(), value._values())
+            yield from sparse_parts(value)
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from _plain(part)

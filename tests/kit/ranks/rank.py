@@ -27,6 +27,7 @@ from kit.answers.reset_torch import reset_torch
 from kit.laws import checks, draw
 from kit.laws.checks import Bar
 from kit.memory import gpu
+from kit.private_torch import collective_count
 from kit.ranks.wire import dumps, loads, pack_error
 
 # By default nobody asks for the stacks, since this signal ends a process that does not expect it.
@@ -202,4 +203,4 @@ class _Member:
             return -1
         if _device.type == "cuda":
             return -1  # two backends, and each counts for itself
-        return int(self._group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return collective_count(self._group)

@@ -15,13 +15,11 @@ from typing import Any
 from tblib import Traceback
 
 from kit.laws.checks import SpecFailure
+from kit.private_torch import GLOO_ABORTS, PASSES_ON, RANK_IS_GONE, WAITS
 from kit.ranks.rank import Report
 
 # A file, a line and a function, as in a traceback.
 Frame = tuple[str, int, str]
-
-_PASSES_ON = r"torch/(_ops\.py|_compile\.py|_library/|_dynamo/)"
-_WAITS = r"torch/(distributed|nn/parallel|autograd)/"
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,13 @@ def hang(stacks: dict[int, list[Frame]], size: int, file: str, limit: float) -> 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
-    # The words of gloo, and of NCCL, which have never been seen here.
-    return isinstance(error, RuntimeError) and bool(
-        re.search(r"gloo|NCCL|nccl|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error))
-    )
+    return isinstance(error, RuntimeError) and bool(re.search(RANK_IS_GONE, str(error)))
 
 
 def death(number: int, end: Dead) -> SpecFailure:
     """Say that a rank died, and where if it crashed."""
     cause = "os._exit(), a crash in native code, or the system's answer to memory running out"
-    if "gloo::" in end.log:
+    if GLOO_ABORTS in end.log:
         cause = "the ranks called collectives that do not fit: another kind, or another size"
     got = f"rank {number} has ended ({end.how})"
     error = SpecFailure("a call that returns or raises on every rank", got, cause)
@@ -103,11 +98,11 @@ def is_waiting(stack: list[Frame]) -> bool:
     What passes a call on inside torch does not count.
     """
     # A collective of a DTensor is an operator like others: who has called it counts.
-    inner = [frame for frame in stack if not re.search(_PASSES_ON, Path(frame[0]).as_posix())]
+    inner = [frame for frame in stack if not re.search(PASSES_ON, Path(frame[0]).as_posix())]
     if not inner:
         return False
     file, line, _ = inner[-1]
-    if re.search(_WAITS, Path(file).as_posix()):
+    if re.search(WAITS, Path(file).as_posix()):
         return True
     # The wait() of a collective that was begun with async_op=True is no Python function.
     return "wait(" in linecache.getline(file, line)

@@ -16,11 +16,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+
+from kit.private_torch import (
+    fake_store,
+    fake_tensor_mode,
+    forget_shardings,
+    fsdp_chunks,
+    no_strided_shard_search,
+)
 
 if TYPE_CHECKING:  # a second of imports, which only those pay who simulate
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +44,6 @@ def simulated_world(
     below 1 and a rank that is not one of them, and RuntimeError in a process that has a group.
     """
     with _world(size, torch.device(device), rank) as mesh:
-        _take_shardings(torch.device(device).type, size, rank)
         yield mesh
 
 
@@ -47,12 +54,9 @@ def dry_run(size: int, *, rank: int = 0) -> Iterator[DeviceMesh]:
     Everything calls itself "cpu". What reads a value raises, as `item` and `print` do. Raises like
     `simulated_world`.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with _world(size, torch.device("cpu"), rank) as mesh:  # the mesh is made of real tensors
-        _take_shardings("dry", size, rank)
-        with _short_cuts(), FakeTensorMode():
-            yield mesh
+    # the mesh is made of real tensors
+    with _world(size, torch.device("cpu"), rank) as mesh, _short_cuts(), fake_tensor_mode():
+        yield mesh
 
 
 @contextmanager
@@ -63,37 +67,19 @@ def _world(size: int, device: torch.device, rank: int) -> Iterator[DeviceMesh]:
         raise ValueError(f"rank {rank} is not one of the {size} ranks 0 to {size - 1}")
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError("this process has a process group, so it can simulate no other world")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    # DTensor's caches hold meshes, which say what the rank was, and with it how large its shards
+    # are; and meshes of other ranks are equal.
+    forget_shardings()
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
         with mock.patch.object(dist, "all_reduce", _summing(dist.all_reduce)):
             yield init_device_mesh(device.type, (size,))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-_caches: dict[tuple[Any, ...], Callable[..., Any]] = {}
-
-
-def _take_shardings(*world: Any) -> None:
-    """Give DTensor the cache of an earlier world like this one, or an empty one.
-
-    It holds meshes, which say what the rank was and with it how large its shards are; and meshes of
-    other ranks are equal. To find all shardings anew takes seconds with a large optimizer.
-    """
-    from torch.distributed.tensor import DTensor
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    cached: Any = propagator.propagate_op_sharding
-    if world not in _caches:
-        _caches[world] = functools.lru_cache(None)(propagator.propagate_op_sharding_non_cached)
-    cached.cache = _caches[world]
-    # a second cache, in C++, is younger than torch 2.6
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def _summing(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,22 +107,7 @@ def _short_cuts() -> Iterator[None]:
     DTensor looks, for each tensor of a foreach operator, in all of them for a flag that only a mesh
     of two dimensions can set.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-    from torch.distributed.tensor import _sharding_prop
-
-    flag = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)
-
-    def propagate(strategy: Any, schema: Any) -> None:
-        if flag and strategy.strategies[0].mesh.ndim > 1:
-            flag(strategy, schema)
-
-    with ExitStack() as patches:
-        for module, name, function in (
-            (_fsdp_param, "_chunk_with_empty", _Chunks),
-            (_sharding_prop, "_propagate_use_strided_shard_flag", propagate),
-        ):
-            if hasattr(module, name):
-                patches.enter_context(mock.patch.object(module, name, function))
+    with fsdp_chunks(_Chunks), no_strided_shard_search():
         yield
 
 

@@ -53,7 +53,7 @@ class Unsavable(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Unsavable:
-        return torch.Tensor._make_subclass(cls, data)
+        return data.as_subclass(cls)
 
     def __reduce_ex__(self, protocol: object) -> object:
         raise self.error("no space left on device")

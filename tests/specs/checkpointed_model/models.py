@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.laws import draw
 from kit.laws.checks import check, check_equal
 from kit.laws.toys import Block
+from kit.private_torch import DispatchMode
 from specs.checkpointed_model.common import WIDTH, Runs
 
 _PARTS = ["mean", "name", "nothing"]
@@ -141,16 +141,12 @@ def transformer(device: torch.device, count: int = 6) -> tuple[nn.Sequential, Te
     return model, x
 
 
-class Calls(TorchDispatchMode):
+class Calls(DispatchMode):
     """Counts the operators that run, by overload."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[Any] = Counter()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in kit.memory.ruler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func] += 1

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kit.laws.checks import check, check_equal, check_raises
+from kit.private_torch import forward_hooks
 from specs.fsdp_wrap.models import adamw
 
 
@@ -51,8 +52,7 @@ def _anatomy(model: nn.Module) -> dict[str, Any]:
     """Classes, attributes, hooks and parameters, by which a sharded model differs."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        hooks = module._forward_hooks, module._forward_pre_hooks
-        found[name] = type(module), sorted(vars(module)), *map(list, hooks)
+        found[name] = type(module), sorted(vars(module)), *forward_hooks(module)
         for own, p in module.named_parameters(recurse=False):
             found[f"{name}.{own}"] = id(p), p.dtype, p.requires_grad, p.shape
     return found

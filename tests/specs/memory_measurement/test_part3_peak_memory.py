@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo  # the first dispatch mode imports it, in the midst of a measurement
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
@@ -14,8 +12,11 @@ from kit.laws.checks import check, check_bar, check_close, check_equal, check_ra
 from kit.laws.toys import Block, mlp
 from kit.memory.profiler_peak import allocator_peaks
 from kit.memory.ruler import bytes_of, measure
+from kit.private_torch import dispatch_modes, import_dynamo
 
 KIB = 1024
+
+import_dynamo()  # the first dispatch mode would, in the midst of a measurement
 
 
 def _two_layers(device: torch.device, batch: int = 96) -> tuple[nn.Module, Tensor, list[Tensor]]:
@@ -247,9 +248,9 @@ class TestPart3PeakMemory:
             when="which is what the step raised",
         )
         check(
-            not _get_current_dispatch_mode_stack(),
+            not dispatch_modes(),
             expected="no dispatch mode in force after the error",
-            got=_get_current_dispatch_mode_stack(),
+            got=dispatch_modes(),
             cause="the mode is entered without `with` or try/finally",
         )
 
