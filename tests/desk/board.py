@@ -9,6 +9,7 @@ from rich.text import Text
 
 from desk.paper import Paper
 from desk.state import State
+from desk.steps import ALL_SOLVED
 from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
@@ -39,8 +40,8 @@ def run() -> int:
     if todo := first_unsolved(standings):
         paper.steps(todo.steps)
     else:
-        afresh = "every kata is solved; to start one afresh: nox -s reset -- NAME --force"
-        paper.steps([("Next", afresh)])
+        paper.line("Every kata is solved.", "bold green")
+        paper.steps([("Next", ALL_SOLVED)])
     return 0
 
 

@@ -11,7 +11,7 @@ from desk.judge import judge
 from desk.paper import Paper
 from desk.screen import Screen
 from desk.state import Record, State
-from desk.steps import next_steps
+from desk.steps import ALL_SOLVED, next_steps
 from desk.verdict import Job, part_files
 from desk.words import title
 from kit.answers.stubs import is_untouched
@@ -40,12 +40,15 @@ def run(wanted: Wanted) -> int:
     state = State(paper.line, wanted.device)
     if wanted.name is not None or wanted.answers != "katas":
         return 0 if all(_judge(paper, state, wanted, job) for job in jobs) else 1
-    for job in jobs:
+    for number, job in enumerate(jobs):
         record = state.read(job.kata)
         if not (record and record.passed) or record.changed(state.fingerprint(job.kata)):
+            if number:
+                paper.line()
             return 0 if _judge(paper, state, wanted, job) else 1
         paper.line(f"{job.kata.name}: {record.words}, unchanged")
     paper.line("Every kata is solved.", "bold green")
+    paper.steps([("Next", ALL_SOLVED)])
     return 0
 
 
@@ -75,6 +78,7 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> bool:
     paper.line(title(job), "bold")
     paper.line()
     screen = Screen(paper, job, wanted.verbose)
+    paper.status("starting")
     verdict = judge(job, screen.show)
     steps = next_steps(verdict)
     screen.close(verdict)

@@ -88,7 +88,7 @@ class Paper:
 
     def status(self, text: str = "") -> None:
         """A line that the next one replaces; on a terminal only."""
-        if not self._console.is_terminal or self._console.is_dumb_terminal:
+        if not sys.stdout.isatty() or self._console.is_dumb_terminal:
             return
         if self._has_status:
             self._console.control(_START_OF_LINE)

@@ -149,10 +149,12 @@ def _merged(
     same = old if old and not old.changed(now) else None
     parts = {part.number: part for part in verdict.passed_parts}
     failed = verdict.first_bad[0].part if verdict.first_bad else 0
+    if verdict.broken and old:
+        failed = old.failed  # a slip of the keyboard does not change the part in hand
     if same:
         parts = {**same.parts, **parts}
     if failed or verdict.broken:
-        parts.pop(failed, None)
+        parts.pop(failed, None)  # it may have passed before, with a spec that is not steady
         return Record(now, words.state(verdict), False, failed, steps, parts)
     if same and same.failed and same.failed not in parts:
         return dataclasses.replace(same, parts=parts)

@@ -7,6 +7,8 @@ from desk.asked import PATHS
 from desk.verdict import Verdict, part_files
 from kit.catalog import shown
 
+ALL_SOLVED = "nox -s reset -- NAME --force   (starts one afresh and keeps a copy of your work)"
+
 
 def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
     """What to do now, with the commands."""
@@ -21,6 +23,9 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
         later = [number for number in part_files(job.kata) if number > max(job.parts)]
         return [("Next", f"{again} {later[0]}{options}" if later else f"{again}{options}")]
     again += f"{options}" if job.is_whole else f" {job.parts[0]}{options}"
+    if verdict.broken and whose == "katas" and not job.path.exists():
+        fresh = f"nox -s reset -- {job.kata.name}   (writes a fresh {shown(job.path)})"
+        return [("Next", fresh)]
     if verdict.broken:
         return [("Next", f"mend {verdict.broken.problem.at}"), ("then", again)]
     if verdict.trouble or verdict.first_bad is None:

@@ -122,7 +122,7 @@ def test_without_a_name_the_next_unsolved_kata_is_judged_and_no_other():
     assert out.endswith("Next:    nox -s kata   (the next unsolved kata)\n")
     code, out = walked("second")
     assert code == 1
-    head = "solved: passed (1 not checked), unchanged\nSecond (second) - judging katas/second.py"
+    head = "solved: passed (1 not checked), unchanged\n\nSecond (second) - judging katas/second.py"
     assert out.startswith(head)
     assert out.count("  FAIL  ") == 1
     assert "Part 1 passed: 6 specs (0." in out

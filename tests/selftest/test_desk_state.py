@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from desk import state as kept
-from desk.events import FAILED, PASSED, Chart, Collected, Finished, Outcome, Problem, Spec
+from desk.events import FAILED, PASSED, Broken, Chart, Collected, Finished, Outcome, Problem, Spec
 from desk.state import State
 from desk.verdict import Job, Verdict
 from kit import catalog
@@ -162,6 +163,25 @@ def test_a_folder_that_takes_nothing_is_said_once_and_stops_nothing(said):
         state.keep(_verdict(PASSED, PASSED, PASSED), state.fingerprint(KATA), [])
     assert said == ["The verdict could not be kept in .katas: File exists."]
     assert state.read(KATA) is None
+
+
+def test_a_slip_of_the_keyboard_does_not_change_the_part_in_hand(said):
+    _keep(said, _verdict(PASSED, FAILED))
+    _write("katas/tiny.py", "def (")
+    slip = Verdict(Job(KATA, KATA.stub))
+    slip.take(Broken(Problem("syntax error", "", line=1)))
+    _keep(said, slip)
+    record = _read(said)
+    assert (record.words, record.failed) == ("broken file: syntax error, line 1", 2)
+
+
+def test_runs_at_once_do_not_break_it(said):
+    verdicts = [_verdict(PASSED, parts=(part,)) for part in (1, 2, 3)] * 20
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda verdict: _keep(said, verdict), verdicts))
+    assert _read(said).parts
+    assert said == []
+    assert [path.name for path in (catalog.ROOT / ".katas").iterdir()] == ["tiny.json"]
 
 
 def test_a_disk_that_is_full_leaves_the_old_verdict_and_nothing_else(said, monkeypatch):
