@@ -30,7 +30,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Print:
+class Fingerprint:
     """The fingerprints of an answer and of each thing that it is judged with."""
 
     answer: str
@@ -41,14 +41,14 @@ class Print:
 class Record:
     """What is kept of a kata: `words` say where it stands, `failed` is the part to mend (or 0)."""
 
-    of: Print
+    of: Fingerprint
     words: str
     passed: bool
     failed: int = 0
     steps: list[tuple[str, str]] = field(default_factory=list)
     parts: dict[int, PassedPart] = field(default_factory=dict)
 
-    def changed(self, now: Print) -> str:
+    def changed(self, now: Fingerprint) -> str:
         """What is not as it was at the verdict: "answer", "the specs", "torch" ...; or nothing."""
         if self.of.answer != now.answer:
             return "answer"
@@ -63,9 +63,9 @@ class State:
         self._say, self._device = functools.cache(say), device  # each sentence once
         self._folder = catalog.ROOT / ".katas"
 
-    def fingerprint(self, kata: Kata) -> Print:
+    def fingerprint(self, kata: Kata) -> Fingerprint:
         """Of the candidate's file as it is now, and of all that it is judged with."""
-        return Print(_digest([kata.stub]), _judge_of(kata, self._device))
+        return Fingerprint(_digest([kata.stub]), _judge_of(kata, self._device))
 
     def read(self, kata: Kata) -> Record | None:
         """What is kept of this kata; a file that cannot be understood is set aside."""
@@ -87,7 +87,7 @@ class State:
         return None
 
     def keep(
-        self, verdict: Verdict, before: Print, steps: Iterable[tuple[str, str]]
+        self, verdict: Verdict, before: Fingerprint, steps: Iterable[tuple[str, str]]
     ) -> Record | None:
         """Keep a verdict that came to its end on the answer with that fingerprint."""
         job = verdict.job
@@ -143,7 +143,7 @@ def is_complete(verdict: Verdict) -> bool:
 
 
 def _merged(
-    old: Record | None, verdict: Verdict, now: Print, steps: list[tuple[str, str]]
+    old: Record | None, verdict: Verdict, now: Fingerprint, steps: list[tuple[str, str]]
 ) -> Record:
     """With what is known of the other parts, where they were judged with the same code."""
     same = old if old and not old.changed(now) else None
@@ -171,7 +171,7 @@ def _record(data: dict[str, Any]) -> Record:
     """What `dataclasses.asdict` made of it; an error if anything has another form."""
     judge = {str(key): str(value) for key, value in data["of"]["judge"].items()}
     return Record(
-        of=Print(str(data["of"]["answer"]), judge),
+        of=Fingerprint(str(data["of"]["answer"]), judge),
         words=str(data["words"]),
         passed=data["passed"] is True,
         failed=int(data["failed"]),
