@@ -49,6 +49,12 @@ def kata(session: nox.Session) -> None:
 
 
 @nox.session
+def watch(session: nox.Session) -> None:
+    """The verdict a second after each save, and a key for everything else: -- [NAME]."""
+    _desk(session, "watch")
+
+
+@nox.session
 def hint(session: nox.Session) -> None:
     """One hint at a time, for the part in hand or another: -- [NAME] [PART] [RUNG]."""
     _desk(session, "hint")
@@ -241,7 +247,7 @@ def _misplaced(arguments: list[str]) -> str:
     after = list(itertools.dropwhile(lambda word: word not in flags, arguments))[1:]
     name, *words = [*itertools.takewhile(lambda word: not word.startswith("-"), after)] or [""]
     is_misplaced = any(word not in globals() for word in words)
-    if name not in ("kata", "hint", "reset", "plan", "gpu") or not is_misplaced:
+    if name not in ("kata", "watch", "hint", "reset", "plan", "gpu") or not is_misplaced:
         return ""
     return f"nox -s {name} -- {' '.join(words)}"
 

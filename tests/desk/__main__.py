@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 
-from desk import board, gpu, hints, kata, plan, reset
+from desk import board, gpu, hints, kata, plan, reset, watch
 from desk.asked import Misuse
 
 
@@ -42,6 +42,8 @@ def _run(options: argparse.Namespace) -> int:
             options.timeout,
         )
         return kata.run(wanted)
+    if options.command == "watch":
+        return watch.run(options.name, options.timeout)
     if options.command == "gpu":
         return gpu.run(options.name, options.answers, options.timeout)
     if options.command == "plan":
@@ -67,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("-v", dest="verbose", action="store_true", help="every spec, every bar")
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     _add_answers(command)
+    _add_timeout(command)
+
+    command = commands.add_parser("watch", help="the verdict at each save")
+    command.add_argument("name", nargs="?", help="a name, or a number on the board")
     _add_timeout(command)
 
     command = commands.add_parser("gpu", help="the same specs on a CUDA device")

@@ -21,13 +21,24 @@ def run(name: str | None, part_text: str | None, rung_text: str) -> int:
     """Print one rung, and the command for the next; unless told, of the part in hand."""
     paper = Paper()
     kata, part_in_hand = _in_hand(name, State(paper.line))
+    part = part_text or str(part_in_hand)
+    if show(paper, kata, part, rung_text):
+        paper.steps([("Next", f"nox -s hint -- {kata.name} {part} {int(rung_text) + 1}")])
+    else:
+        paper.line(f"This was the last hint of part {part}.")
+        paper.steps([("Next", f"nox -s kata -- {kata.name}")])
+    return 0
+
+
+def show(paper: Paper, kata: Kata, part_text: str, rung_text: str) -> bool:
+    """Print one rung; whether there is another one. Misuse says which parts and rungs there are."""
     try:
         hints = parse(kata.hints.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Misuse(
             f"there are no hints for {kata.name} yet ({shown(kata.hints)} is missing)"
         ) from None
-    part = _number(part_text or str(part_in_hand), hints, f"{kata.name} has no part", "part")
+    part = _number(part_text, hints, f"{kata.name} has no part", "part")
     subject, rungs = hints[part]
     rung = _number(rung_text, rungs, f"part {part} of {kata.name} has no rung", "rung")
     heading, lines = rungs[rung]
@@ -37,12 +48,7 @@ def run(name: str | None, part_text: str | None, rung_text: str) -> int:
     for paragraph in "\n".join(lines).split("\n\n"):
         paper.line(f"  {' '.join(paragraph.split())}")  # the terminal's width, not the file's
         paper.line()
-    if rung + 1 in rungs:
-        paper.steps([("Next", f"nox -s hint -- {kata.name} {part} {rung + 1}")])
-    else:
-        paper.line(f"This was the last hint of part {part}.")
-        paper.steps([("Next", f"nox -s kata -- {kata.name}")])
-    return 0
+    return rung + 1 in rungs
 
 
 def _in_hand(name: str | None, state: State) -> tuple[Kata, int]:

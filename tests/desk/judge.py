@@ -30,6 +30,7 @@ from desk.events import (
     Started,
 )
 from desk.source import Place
+from desk.terminal import Terminal, own_terminal
 from desk.verdict import Job, Verdict
 from kit import catalog, forkserver
 from kit.patience import Patience, family
@@ -43,8 +44,12 @@ def judge(
     job: Job,
     on_event: Callable[[Event], None] = lambda event: None,
     stop: threading.Event | None = None,
+    terminal: Terminal | None = None,
 ) -> Verdict:
-    """Judge one answer; `on_event` sees each event as it comes, `stop` ends the run early."""
+    """Judge one answer; `on_event` sees each event as it comes, `stop` ends the run early.
+
+    `terminal` is lent to a breakpoint() of the answer; unless given, it is that of this process.
+    """
     verdict, start, stop = Verdict(job), time.perf_counter(), stop or threading.Event()
 
     def tell(event: Event) -> None:
@@ -55,19 +60,21 @@ def judge(
     if problem:
         tell(Broken(problem))
     else:
-        verdict.trouble = _run(job, tell, stop)
+        verdict.trouble = _run(job, tell, stop, terminal or own_terminal())
     verdict.seconds = time.perf_counter() - start
     return verdict
 
 
-def _run(job: Job, tell: Callable[[Event], None], stop: threading.Event) -> str:
+def _run(
+    job: Job, tell: Callable[[Event], None], stop: threading.Event, terminal: Terminal | None
+) -> str:
     try:
         if not forkserver.wait_until_warm(stop.is_set):
             return ""
     except RuntimeError as error:
         return str(error)
     with tempfile.TemporaryDirectory(prefix="judge-", dir=forkserver.start()) as folder:
-        run = _Run(job, Path(folder), own_terminal())
+        run = _Run(job, Path(folder), terminal)
         try:
             return run.follow(tell, stop)
         finally:
@@ -82,7 +89,7 @@ class _Run:
         self._folder, self._terminal = folder, terminal
         self._running: Spec | None = None
         self._specs: dict[str, Spec] = {}
-        self._finished = self._judged_something = self._debugging = False
+        self._finished = self._judged_something = self._debugging = self._is_bomb = False
         self._pipe, there = forkserver.pipe()
         self._is_open = True
         name = terminal.name if terminal else ""
@@ -106,7 +113,7 @@ class _Run:
                 break  # a finished process takes its time to leave, or a thread of it never ends
             if fresh or self._debugging:
                 patience = Patience(self._patience())
-            patience.look(lambda: family(forkserver.pid()))
+            patience.look(self._family)
             if patience.is_over:
                 return self._give_up(tell)
             open_ends = [self._pipe] if self._is_open else []
@@ -126,6 +133,13 @@ class _Run:
         self._pipe.close()
         if self._debugging and self._terminal:
             self._terminal.take_back()
+
+    def _family(self) -> list[int]:
+        found = family(forkserver.pid())  # the ranks of the answer too
+        self._is_bomb = len(found) > forkserver.MOST_FORKS
+        if self._is_bomb:
+            forkserver.end(self._child)
+        return found
 
     def _patience(self) -> float:
         return self.job.limit + self.job.grace if self._specs else _START_LIMIT
@@ -190,6 +204,9 @@ class _Run:
         if self._running is None:
             return f"the judging process ended before its time ({how})\n{self._last_words()}"
         cause = "os._exit(), a crash in native code, or the system's answer to memory running out"
+        if self._is_bomb or forkserver.stack_of_last_fork(self._folder / "log"):
+            how = f"more than {forkserver.MOST_FORKS} processes, which were all ended"
+            cause = "os.fork(), multiprocessing or subprocess in a loop that does not end"
         problem = Problem(
             "process ended",
             f"the process ended during this spec ({how})",
@@ -203,8 +220,10 @@ class _Run:
     def _place(self, spec: Spec) -> Place:
         """The innermost line of the answer in the last dump of the stacks, or its definition."""
         path = self.job.path
-        texts = [forkserver.read(self._folder / name) for name in (judging.STACKS, "log")]
-        dump = re.findall(rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', "".join(texts))
+        log = self._folder / "log"
+        texts = [forkserver.read(self._folder / judging.STACKS), forkserver.stack_of_last_fork(log)]
+        text = "".join([*texts, forkserver.read(log)])
+        dump = re.findall(rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', text)
         if not dump:
             return source.find(path, spec.subject)
         line, function = dump[0]
@@ -222,27 +241,3 @@ def _arguments(job: Job, folder: Path) -> list[str]:
         *(f"--answers={job.answers}", f"--device={job.device}"),
         *([] if job.run_all else ["-x"]),
     ]
-
-
-class Terminal:
-    """The terminal of this process, while an answer's breakpoint() uses it."""
-
-    def __init__(self) -> None:
-        self.name = os.ttyname(0)
-
-    def hand_over(self, group: int) -> None:
-        """Let a group of processes read from it; Ctrl-C goes to them."""
-        with contextlib.suppress(OSError):
-            os.tcsetpgrp(0, group)
-
-    def take_back(self) -> None:
-        """Read from it again."""
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it would stop who is in the back
-        with contextlib.suppress(OSError):
-            os.tcsetpgrp(0, os.getpgrp())
-        signal.signal(signal.SIGTTOU, before)
-
-
-def own_terminal() -> Terminal | None:
-    """Where somebody can answer a debugger, if there is such a place."""
-    return Terminal() if os.isatty(0) and os.isatty(1) else None

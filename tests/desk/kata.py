@@ -74,7 +74,7 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> bool:
     record = state.read(job.kata) if own else None
     if record and wanted.part is None and not is_untouched(job.path):
         unchanged = not record.changed(before)
-        job = _planned(job, record, unchanged and not wanted.verbose)
+        job = planned(job, record, unchanged and not wanted.verbose)
     paper.line(title(job), "bold")
     paper.line()
     screen = Screen(paper, job, wanted.verbose)
@@ -90,7 +90,7 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> bool:
     return verdict.passed
 
 
-def _planned(job: Job, record: Record, may_skip: bool) -> Job:
+def planned(job: Job, record: Record, may_skip: bool) -> Job:
     """The part that failed last comes first; what has passed with this very code need not run."""
     numbers = list(part_files(job.kata))
     if job.run_all:

@@ -145,8 +145,8 @@ class Screen:
             marks = "#" * max(round(room * size / largest), 1 if size > 0 else 0)
             paper.verbatim(indent, f"{label:<9} {text:>{texts}}  {marks}")
 
-    def close(self, verdict: Verdict) -> None:
-        """What did not run, what the verdict is, and how long it took."""
+    def close(self, verdict: Verdict, since: float | None = None) -> None:
+        """What did not run, what the verdict is, and how long it took, since nox began or since."""
         paper = self._paper
         self._end_part(is_last=True)
         paper.status()
@@ -158,7 +158,7 @@ class Screen:
         paper.line()
         style = "bold green" if verdict.passed else "bold"
         paper.line(f"Verdict: {summary(verdict)}", style, hang=9)
-        paper.line(f"Time:    {waited()}")
+        paper.line(f"Time:    {waited(since)}")
 
     def trouble(self, verdict: Verdict) -> None:
         """What went wrong with the judge."""

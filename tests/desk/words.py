@@ -64,11 +64,10 @@ def _parts(numbers: list[int], total: int) -> str:
     return f"{noun} {', '.join(map(str, numbers))} of {total}"
 
 
-def waited() -> str:
+def waited(since: float | None = None) -> str:
     """How long somebody has waited: since nox began, or else since this process did."""
-    started = os.environ.get(STARTED_VARIABLE, "")
     try:
-        since = float(started)
+        since = since or float(os.environ.get(STARTED_VARIABLE, ""))
     except ValueError:
         since = psutil.Process().create_time()
     return f"{max(0.0, time.time() - since):.1f} s"

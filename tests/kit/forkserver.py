@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import fcntl
 import importlib
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -34,6 +36,8 @@ from kit.catalog import ROOT
 
 FOLDER_VARIABLE = "MEMORY_KATAS_FORKSERVER"
 _FORKS = sys.platform == "linux"
+MOST_FORKS = 256  # of one process and its descendants together
+_TOO_MANY = ".too-many-forks"
 _START_LIMIT = 180.0  # torch may come from a cold disk
 _context: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
 _server: Any = forkserver._forkserver  # the library's own, of which too little is public
@@ -117,6 +121,11 @@ def fork(target: Callable[..., None], *arguments: Any, log: Path, has_forks: boo
     return process
 
 
+def stack_of_last_fork(log: Path) -> str:
+    """Where the process with this log was ended because of more than MOST_FORKS; or nothing."""
+    return read(Path(f"{log}{_TOO_MANY}"))
+
+
 def end(process: BaseProcess) -> int:
     """Kill a process with its group; its exit code, negative for a signal. A dead one keeps its."""
     for kill in (os.killpg, os.kill):  # it may not have a group yet
@@ -170,6 +179,7 @@ def _environment(folder: Path) -> Iterator[None]:
 def _main(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:
     os.setpgid(0, 0)
     _die_with_parent()
+    _limit_forks(f"{log}{_TOO_MANY}")
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -178,6 +188,21 @@ def _main(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> 
     else:
         importlib.import_module("kit.warm").import_all()
     target(*arguments)
+
+
+def _limit_forks(note: str) -> None:
+    """End the whole group before the forks of an answer have taken the machine; `note` says so."""
+    count = mmap.mmap(-1, 8)  # shared by everything that is forked from here
+
+    def about_to_fork() -> None:
+        number = int.from_bytes(count[:], "little") + 1
+        count[:] = number.to_bytes(8, "little")
+        if number > MOST_FORKS:
+            with open(note, "w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    os.register_at_fork(before=about_to_fork)
 
 
 def _ask_the_same_server() -> None:

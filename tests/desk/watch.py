@@ -1,0 +1,311 @@
+"""`watch`: the verdict at each save of a file, and a key for everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from desk import board, hints, reset, solved
+from desk.asked import Misuse, named
+from desk.events import Event
+from desk.judge import judge
+from desk.kata import planned
+from desk.paper import Paper
+from desk.screen import Screen
+from desk.state import State
+from desk.steps import next_steps
+from desk.terminal import Keys, Terminal
+from desk.verdict import Job, Verdict, part_files
+from kit.answers.stubs import is_untouched
+from kit.catalog import Kata, all_katas, shown
+
+KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
+# Editors write in several steps; a file that is gone or empty for longer than this is so.
+_SETTLES = 0.3
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Something has happened to the file of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """Somebody has pressed it."""
+
+    letter: str
+
+
+class Run:
+    """One verdict in the making: a thread follows it and puts what it sees into the queue."""
+
+    def __init__(self, job: Job, inbox: Inbox, terminal: Terminal | None) -> None:
+        self.job, self._inbox, self._terminal = job, inbox, terminal
+        self.started = time.time()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._judge, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop it, and wait until nothing of it is left."""
+        self._stop.set()
+        self._thread.join()
+
+    def _judge(self) -> None:
+        try:
+            seen = judge(self.job, lambda event: self._put(event), self._stop, self._terminal)
+        except Exception as error:
+            seen = Verdict(self.job, trouble=f"{type(error).__name__}: {error}")
+        self._put(seen)
+
+    def _put(self, what: Event | Verdict) -> None:
+        self._inbox.put((self, what))
+
+
+Inbox = queue.SimpleQueue[Saved | Key | tuple[Run, Event | Verdict]]
+
+
+def run(name: str | None, limit: float) -> int:
+    """Watch the named kata, or the next unsolved one, until q or Ctrl-C."""
+    paper = Paper()
+    state = State(paper.line)
+    kata = named(name) if name else _next_unsolved(state)
+    if kata is None:
+        raise Misuse("every kata is solved; say which one to watch: nox -s watch -- NAME")
+    inbox: Inbox = queue.SimpleQueue()
+    with _keys(inbox) as terminal, _files(kata.stub.parent, inbox):
+        watch = Watch(paper, state, kata, inbox, terminal, limit)
+        try:
+            watch.go_on()
+        finally:
+            watch.end_run()
+    return 0
+
+
+class Watch:
+    """What is watched, the run under way, and what the next key means."""
+
+    def __init__(
+        self,
+        paper: Paper,
+        state: State,
+        kata: Kata,
+        inbox: Inbox,
+        terminal: Terminal | None,
+        limit: float,
+    ) -> None:
+        self._paper, self._state, self._inbox = paper, state, inbox
+        self._terminal, self._limit = terminal, limit
+        self._run: Run | None = None
+        self._asked = ""  # what the next key answers
+        self._look_at(kata)
+
+    def go_on(self) -> None:
+        """Take what comes until somebody quits."""
+        self._judge()
+        while True:
+            message = self._inbox.get()
+            if isinstance(message, Saved):
+                self._saved(message)
+            elif isinstance(message, Key):
+                if message.letter in ("q", "\x04"):
+                    return
+                self._press(message.letter)
+            elif message[0] is self._run:
+                self._show(message[0], message[1])
+
+    def end_run(self) -> None:
+        """End the run under way, if there is one."""
+        if self._run:
+            self._run.end()
+        self._run = None
+
+    # Files
+
+    def _look_at(self, kata: Kata) -> None:
+        self._kata, self._part = kata, 0  # 0: the whole kata
+        self._seen: bytes | None = None
+        self._at, self._hinted = "", (0, 0)
+
+    def _saved(self, saved: Saved) -> None:
+        if saved.name == self._kata.stub.name and _settled(self._kata.stub) != self._seen:
+            self._judge()
+
+    def _judge(self, *, run_all: bool = False) -> None:
+        """Judge the file as it is now; a run under way is about an older one."""
+        self._asked = ""
+        self.end_run()
+        path, self._seen = self._kata.stub, _settled(self._kata.stub)
+        now = time.strftime("%H:%M:%S")
+        self._paper.line()
+        part = f", part {self._part}" if self._part else ""
+        self._paper.line(f"{self._kata.title}{part} - {shown(path)} at {now}", "bold")
+        if self._seen is None:
+            self._paper.line(f"{shown(path)} is gone. Save it again, or press r for a fresh stub.")
+            self._foot()
+            return
+        self._before = self._state.fingerprint(self._kata)
+        job = Job(self._kata, path, run_all=run_all, limit=self._limit)
+        record = self._state.read(self._kata)
+        if self._part:
+            job = dataclasses.replace(job, parts=(self._part,))
+        elif record and not is_untouched(path):
+            job = planned(job, record, may_skip=False)
+        self._screen = Screen(self._paper, job)
+        self._run = Run(job, self._inbox, self._terminal)
+
+    def _show(self, run: Run, what: Event | Verdict) -> None:
+        if not isinstance(what, Verdict):
+            self._screen.show(what)
+            return
+        self._run = None
+        self._screen.close(what, run.started)
+        self._state.keep(what, self._before, next_steps(what))
+        if what.solved:
+            solved.show(self._paper, what)
+            self._paper.steps([("Next", "press n for the next kata")])
+        elif what.passed:
+            later = [part for part in part_files(self._kata) if part > self._part]
+            self._paper.steps(
+                [("Next", "press p for another part" if later else "press p, then 0")]
+            )
+        bad = what.broken.problem if what.broken else what.first_bad and what.first_bad[1].problem
+        self._at = bad.at if bad else ""
+        self._foot()
+
+    def _foot(self) -> None:
+        self._paper.line(KEYS if self._terminal else "Waiting for the next save; Ctrl-C ends it.")
+
+    # Keys
+
+    def _press(self, letter: str) -> None:
+        asked, self._asked = self._asked, ""
+        if asked == "part":
+            self._choose_part(letter)
+        elif asked == "reset":
+            self._reset(letter)
+        elif letter == "n":
+            self._next()
+        elif letter == "h":
+            self._hint()
+        elif letter == "a":
+            self._judge(run_all=True)
+        elif letter == "p":
+            self._asked = "part"
+            numbers = ", ".join(map(str, part_files(self._kata)))
+            self._paper.line(f"Which part? Press one of {numbers}, or 0 for the whole kata.")
+        elif letter == "r":
+            self._asked = "reset"
+            self._paper.line(
+                f"A fresh stub in {shown(self._kata.stub)}? What is there is kept beside"
+            )
+            self._paper.line("it under another name. Press y, or any other key to leave it.")
+        elif letter == "o":
+            place = self._at or shown(self._kata.stub)
+            self._paper.line(f"{self._kata.stub.parent.parent / place}")
+        elif letter in "\r\n":
+            self._judge()
+        else:
+            self._paper.line(KEYS)
+
+    def _choose_part(self, letter: str) -> None:
+        if letter not in map(str, [0, *part_files(self._kata)]):
+            self._paper.line(f"{self._kata.name} has no part {letter!r}; nothing is changed.")
+            return
+        self._part = int(letter)
+        self._judge()
+
+    def _reset(self, letter: str) -> None:
+        if letter != "y":
+            self._paper.line("Left as it is.")
+            return
+        self.end_run()
+        reset.run(self._kata.name, force=True)
+        self._judge()
+
+    def _next(self) -> None:
+        kata = _next_unsolved(self._state, after=self._kata)
+        if kata is None:
+            self._paper.line("No other kata is unsolved.")
+            return
+        self._look_at(kata)
+        self._judge()
+
+    def _hint(self) -> None:
+        """The first hint of the part in hand, and one more each time."""
+        part = self._part or board.standing(self._kata, self._state).part
+        last_part, rung = self._hinted
+        rung = rung + 1 if last_part == part else 1
+        try:
+            more = hints.show(self._paper, self._kata, str(part), str(rung))
+        except Misuse as error:
+            self._paper.line(str(error))
+            return
+        self._hinted = (part, rung) if more else (part, 0)
+        self._paper.line("h shows the next one." if more else f"This was the last of part {part}.")
+
+
+def _next_unsolved(state: State, after: Kata | None = None) -> Kata | None:
+    """The first kata that is not solved, or the first behind another, round the end."""
+    standings = board.all_standings(state)
+    names = [kata.name for kata in all_katas()]
+    start = names.index(after.name) + 1 if after else 0
+    ordered = [*standings[start:], *standings[: max(0, start - 1)]]
+    found = board.first_unsolved(ordered)
+    return found.kata if found else None
+
+
+def _settled(path: Path) -> bytes | None:
+    """The bytes of the file once its editor is done with it; None if it is gone."""
+    until = time.monotonic() + _SETTLES
+    while True:
+        try:
+            data: bytes | None = path.read_bytes()
+        except OSError:
+            data = None
+        if data or time.monotonic() > until:
+            return data
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _keys(inbox: Inbox) -> Iterator[Keys | None]:
+    if not (os.isatty(0) and os.isatty(1)):
+        yield None
+        return
+    with Keys(lambda letter: inbox.put(Key(letter))) as keys:
+        yield keys
+
+
+@contextlib.contextmanager
+def _files(folder: Path, inbox: Inbox) -> Iterator[None]:
+    """Tell of every save in the folder: of the folder, since editors put new files in place."""
+    import watchfiles  # here, for what is needed by this command alone
+
+    stop = threading.Event()
+
+    def follow() -> None:
+        quickly: dict[str, Any] = {"step": 20, "debounce": 200, "rust_timeout": 1000}
+        for changes in watchfiles.watch(
+            folder, stop_event=stop, recursive=False, raise_interrupt=False, **quickly
+        ):
+            for name in {Path(path).name for _, path in changes}:
+                inbox.put(Saved(name))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(2.0)
