@@ -176,9 +176,8 @@ class Watch:
             self._paper.steps([("Next", "press n for the next kata")])
         elif what.passed:
             later = [part for part in part_files(self._kata) if part > self._part]
-            self._paper.steps(
-                [("Next", "press p for another part" if later else "press p, then 0")]
-            )
+            step = "press p for another part" if later else "press p and 0 for the whole kata"
+            self._paper.steps([("Next", step)])
         bad = what.broken.problem if what.broken else what.first_bad and what.first_bad[1].problem
         self._at = bad.at if bad else ""
         self._foot()
@@ -206,10 +205,9 @@ class Watch:
             self._paper.line(f"Which part? Press one of {numbers}, or 0 for the whole kata.")
         elif letter == "r":
             self._asked = "reset"
-            self._paper.line(
-                f"A fresh stub in {shown(self._kata.stub)}? What is there is kept beside"
-            )
-            self._paper.line("it under another name. Press y, or any other key to leave it.")
+            where = shown(self._kata.stub)
+            self._paper.line(f"A fresh stub in {where}? What is there is kept beside it.")
+            self._paper.line("Press y, or any other key to leave it.")
         elif letter == "o":
             place = self._at or shown(self._kata.stub)
             self._paper.line(f"{self._kata.stub.parent.parent / place}")
