@@ -63,12 +63,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         gpu.prepare(torch.device("cuda"))
 
 
+_sources = functools.cache(sources)  # it writes a file for each wrong answer
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "answer" not in metafunc.fixturenames:
         return
     kata = find_kata(metafunc.definition.path.parent.name)
     try:
-        answers = sources(kata, metafunc.config.getoption("--answers"))
+        answers = _sources(kata, metafunc.config.getoption("--answers"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     name = metafunc.function.__name__
@@ -108,6 +111,11 @@ def _refuse_untouched_stubs(config: pytest.Config, items: list[pytest.Item]) -> 
         "nothing is written in katas/ yet, so there is nothing to test. `nox` says what to do "
         "first, `nox -s kata` judges your work, `pytest --answers=solutions` the references."
     )
+
+
+def pytest_collection_finish() -> None:
+    # What is there stays: an answer that calls gc.collect() need not look through all of torch.
+    gc.freeze()
 
 
 def _answer_of(item: pytest.Item) -> Answer | None:
@@ -200,7 +208,7 @@ def answer(request: pytest.FixtureRequest) -> ModuleType:
 def reference(request: pytest.FixtureRequest) -> ModuleType:
     """The reference solution of the same kata, for the bars."""
     kata = find_kata(request.path.parent.name)
-    return _module(request.config, sources(kata, "solutions")[0])
+    return _module(request.config, _sources(kata, "solutions")[0])
 
 
 _MODULES = pytest.StashKey[dict[str, ModuleType]]()

@@ -21,8 +21,13 @@ _STRIDE = 1_000_003
 
 
 def seed(number: int) -> None:
-    """Seed torch's own generators, on every device."""
-    torch.manual_seed(_moved(number))
+    """Seed torch's own generators, on every device in use.
+
+    For a device that nobody has used, `torch.manual_seed` notes the call and its stack, for ever.
+    """
+    torch.default_generator.manual_seed(_moved(number))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(_moved(number))
 
 
 def generator(number: int) -> torch.Generator:

@@ -24,7 +24,6 @@ fake mode that is active already once more, and that shows.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -83,9 +82,9 @@ def account(
     with log.watching_gradients():
         if device.type == "cuda":
             return _add_up(log, measure(count, device))
-        with collector_paused():
+        with collector_paused() as collect:
             count()
-            gc.collect()
+            collect()
             return _add_up(log)
 
 

@@ -208,10 +208,10 @@ class LiveBytes(_Mode):
 
 def _measure_cpu(step: Callable[[], object], known: Iterable[object]) -> Reading:
     live = LiveBytes(known)
-    with collector_paused():
+    with collector_paused() as collect:
         with live.counting():
             step()
-        gc.collect()
+        collect()
         return live.reading()
 
 
@@ -222,10 +222,10 @@ def _measure_cuda(step: Callable[[], object], device: torch.device) -> Reading:
     torch.cuda.reset_peak_memory_stats(device)
     baseline = torch.cuda.memory_allocated(device)
     samples = _AllocatedAfterEach(device)
-    with collector_paused():
+    with collector_paused() as collect:
         with samples:
             step()
-        gc.collect()
+        collect()
     torch.cuda.synchronize(device)
     peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     timeline = (baseline, *samples.timeline, after)
@@ -254,17 +254,21 @@ def _warm_up_cublas(device: torch.device) -> None:
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[Callable[[], object]]:
+    """Pause the garbage collector; yields what collects the garbage of the step at its end."""
     resume = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
-    # What is older than the step is set aside: a search through all of torch takes some 100 ms,
-    # and the garbage of the step is young.
-    gc.freeze()
+    before = _collections()
     try:
-        yield
+        # The garbage of the step is young, unless the step has collected: then what was left is
+        # old. A search through all of torch takes some 100 ms.
+        yield lambda: gc.collect(0 if _collections() == before else 2)
     finally:
-        gc.unfreeze()
         resume()
+
+
+def _collections() -> list[int]:
+    return [generation["collections"] for generation in gc.get_stats()]
 
 
 def _rounded(nbytes: int) -> int:

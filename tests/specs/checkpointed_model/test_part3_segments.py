@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -26,6 +27,7 @@ def cost(layers: int, size: int) -> int:
     return math.ceil(layers / size) + size
 
 
+@functools.cache
 def peaks(module, layers: int, size: int, device: torch.device, *, use: bool = True) -> int:
     """The peak of a model, and a plain model has no segments."""
     options = {"segment_size": size} if use else {"use_checkpoint": False}

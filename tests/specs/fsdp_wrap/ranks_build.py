@@ -117,12 +117,12 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {**weights(model), **full(dict(model.named_buffers()))}
 
 
-def first_values(answer: Any, rank: int, kind: str) -> dict[str, Any]:
-    """What a model that was just built has."""
+def first_values(answer: Any, rank: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a model that was just built has, and what one process has."""
     model, _ = built(answer, kind)
     names = dict(model.named_parameters(remove_duplicate=False))
     on_meta = [name for name, value in model.state_dict().items() if value.is_meta]
-    return {
+    found = {
         "values": {} if on_meta else values(model),
         "tied": ties(model),
         "mode": {module.training for module in model.modules()},
@@ -130,6 +130,7 @@ def first_values(answer: Any, rank: int, kind: str) -> dict[str, Any]:
         "kinds": {type(p).__name__ for p in names.values()},
         "on meta": on_meta,
     }
+    return found, _first_values_alone(kind)
 
 
 def ties(model: nn.Module) -> list[list[str]]:
@@ -140,7 +141,10 @@ def ties(model: nn.Module) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def train_built(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2) -> Trained:
+def train_built(
+    answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2
+) -> tuple[Trained, Trained]:
+    """What it comes to, and what one process comes to with the data of all ranks."""
     model, optimizer = built(answer, kind)
     results = [
         answer.train_step(model, batches(plan, number, rank), mse, optimizer)
@@ -148,19 +152,15 @@ def train_built(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2) -
     ]
     losses = [result.loss.item() for result in results]
     norms = [result.grad_norm.item() for result in results]
-    return Trained(losses, norms, weights(model), gradients(model))
+    alone = train_alone(built_alone(kind), [of_all(plan, step) for step in range(steps)])
+    return Trained(losses, norms, weights(model), gradients(model)), alone
 
 
-def first_values_alone(answer: Any, rank: int, kind: str) -> dict[str, Any]:
-    """What `first_values` has to be, and which parameters train."""
+def _first_values_alone(kind: str) -> dict[str, Any]:
     model = built_alone(kind)
     every = model.named_parameters(remove_duplicate=False)
     trained = [name for name, p in every if p.requires_grad]
     return {"values": values(model), "tied": ties(model), "trained": trained}
-
-
-def train_built_alone(answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2) -> Trained:
-    return train_alone(built_alone(kind), [of_all(plan, step) for step in range(steps)])
 
 
 def makes(answer: Any, rank: int) -> list[str]:

@@ -208,7 +208,7 @@ def refused(
 
     It ends there: a call more would meet that of a rank that waits, and hide that it does.
     """
-    _refuse(answer, rank, bad, mentions[rank], when)
+    _refuse(answer, rank, bad, mentions[rank], when, {"blocks": 1})
 
 
 def refused_then_good(answer: Any, rank: int, bad: Sequence[list[Batch]], when: str) -> Trained:
@@ -225,9 +225,14 @@ GOOD: Plan = [[3, 2], [1, 6]]
 
 
 def _refuse(
-    answer: Any, rank: int, bad: Sequence[list[Batch]], mentions: Sequence[str], when: str
+    answer: Any,
+    rank: int,
+    bad: Sequence[list[Batch]],
+    mentions: Sequence[str],
+    when: str,
+    made: Mapping[str, Any] | None = None,
 ) -> tuple[Model, Optimizer, Any]:
-    model, optimizer = wrapped(answer)
+    model, optimizer = wrapped(answer, made)
     first = answer.train_step(model, batches(GOOD, 0, rank), mse, optimizer)
     before = local_state(model, optimizer)
     check_raises(

@@ -55,7 +55,8 @@ class TestPart3TrainStep:
         Gathers: for each micro-batch two of every block and one of the root. A unit's reduction is
         of N x ceil(rows / N) rows of each of its parameters, a gather of ceil(rows / N).
         """
-        calls = _calls(answer, device, ranks, sync=sync, max_norm=1.0, checkpoint=checkpoint)
+        options = {"checkpoint": True} if checkpoint else {}
+        calls = _second_step(answer, device, ranks, sync=sync, max_norm=1.0, **options)[1]
         sizes = [sum(part(p, ranks) for p in unit) for unit in units(make(WIDTH, BLOCKS))]
         times = 3 if sync == "each" else 1
         want = Counter({ranks * size: times * n for size, n in Counter(sizes).items()})
@@ -83,7 +84,7 @@ class TestPart3TrainStep:
         of_whole = 2 * max(whole) if sync == "each" else sum(whole) + max(whole)
         sets = 1 if sync == "each" else 2
         yours, theirs = (
-            _account(module, device, ranks, sync=sync).most["gradients"]
+            _second_step(module, device, ranks, sync=sync, max_norm=1.0)[0].most["gradients"]
             for module in (answer, reference)
         )
         check_bar(
@@ -105,7 +106,7 @@ class TestPart3TrainStep:
         """Also from one micro-batch to the next, which would save a gather of every block."""
         *blocks, root = (whole_bytes(unit, 64) for unit in units(make(WIDTH, BLOCKS)))
         yours, theirs = (
-            _account(module, device, 64, sync=sync).most["unsharded"]
+            _second_step(module, device, 64, sync=sync, max_norm=1.0)[0].most["unsharded"]
             for module in (answer, reference)
         )
         check_bar(
@@ -126,8 +127,8 @@ class TestPart3TrainStep:
         """
 
         def most(module: ModuleType, count: int) -> int:
-            books = _account(module, device, 8, (600,) * count, blocks=2, sync="last")
-            return books.most["activations"]
+            books = _second_step(module, device, 8, (600,) * count, blocks=2, sync="last")
+            return books[0].most["activations"]
 
         one, yours, theirs = most(answer, 1), most(answer, 4), most(reference, 4)
         data_of_one = sum(rounded(4 * 600 * size) for size in (5, 3))
@@ -150,10 +151,10 @@ class TestPart3TrainStep:
         samples, blocks = 200, 6
 
         def most(module: ModuleType, blocks: int, checkpoint: bool) -> int:
-            made = _account(
+            books = _second_step(
                 module, device, 8, (samples,), blocks=blocks, checkpoint=checkpoint, width=32
             )
-            return made.most["activations"]
+            return books[0].most["activations"]
 
         limit = most(reference, 1, False) + (blocks - 1) * rounded(4 * samples * 32)
         check_bar(
@@ -167,29 +168,20 @@ class TestPart3TrainStep:
         )
 
 
-def _calls(answer: Any, device: torch.device, ranks: int, **options: Any) -> list[Collective]:
-    """What rank 0 calls in the second step of 3 micro-batches."""
-    with simulated_world(ranks, device) as mesh:
-        step = _step(answer, device, mesh, **options)[2]
-        step()
-        with collectives() as calls:
-            step()
-    return calls
-
-
 @functools.cache
-def _account(
+def _second_step(
     answer: Any,
     device: torch.device,
     ranks: int,
     samples: tuple[int, ...] = (4, 3, 5),
     **options: Any,
-) -> Account:
-    """The second step of rank 0."""
+) -> tuple[Account, list[Collective]]:
+    """What rank 0 holds and calls in the second step."""
     with simulated_world(ranks, device) as mesh:
         model, optimizer, step = _step(answer, device, mesh, samples, **options)
         step()
-        return account(step, device, model=model, optimizer=optimizer)
+        with collectives() as calls:
+            return account(step, device, model=model, optimizer=optimizer), calls
 
 
 def _step(

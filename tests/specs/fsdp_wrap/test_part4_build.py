@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +33,9 @@ KINDS_AND_SIZES = pytest.mark.parametrize(
     indirect=["world"],
 )
 
+# By answer and ranks: a folder with a checkpoint, and how those that saved it went on.
+_saved: dict[tuple[ModuleType, int], tuple[Path, dict[str, Any]]] = {}
+
 
 class TestPart4Build:
     """Part 4: build, save and load - a model that no rank could hold"""
@@ -39,9 +46,8 @@ class TestPart4Build:
     @KINDS_AND_SIZES
     def test_has_the_values_of_one_process(self, answer, world, kind):
         """To the bit: the numbers that one process draws, module by module."""
-        true = world.run(answer, ranks_build.first_values_alone, kind)[0]
-        want = true["values"]
-        for rank, got in enumerate(world.run(answer, ranks_build.first_values, kind)):
+        for rank, (got, true) in enumerate(world.run(answer, ranks_build.first_values, kind)):
+            want = true["values"]
             cause = "to_empty() has not been called, or not on all that is on meta"
             check_equal(got["on meta"], [], f"what is on meta on rank {rank}", cause=cause)
             cause = "parameters are no DTensors: they were replaced after they were sharded"
@@ -59,9 +65,7 @@ class TestPart4Build:
     @pytest.mark.works
     @pytest.mark.parametrize("kind", ["tied_and_frozen", "blocks_in_blocks"])
     def test_what_was_built_trains_as_one_process(self, answer, world, kind):
-        got = world.run(answer, ranks_build.train_built, kind, PLAN)
-        want = world.run(answer, ranks_build.train_built_alone, kind, PLAN)[0]
-        for result in got:
+        for result, want in world.run(answer, ranks_build.train_built, kind, PLAN):
             cause = "the optimizer was made from parameters that were replaced afterwards"
             check_named(result.weights, want.weights, "weights after 2 steps", cause=cause)
             losses = torch.tensor(result.losses)
@@ -75,15 +79,18 @@ class TestPart4Build:
         ids=["2_ranks_to_1_built", "2_ranks_to_4"],
     )
     def test_goes_on_as_if_it_had_not_been_interrupted(
-        self, answer, worlds, tmp_path, saving, loading, how
+        self, answer, worlds, tmp_path_factory, saving, loading, how
     ):
         """Weights, optimizer state and learning rate to the bit; the next steps within rounding.
 
         The model that it is loaded into has trained otherwise, with another learning rate, and has
         gradients; or was just built.
         """
-        folder = tmp_path / "run"
-        saved = worlds(saving).run(answer, ranks_checkpoint.save_and_go_on, folder)[0]
+        if (answer, saving) not in _saved:
+            folder = tmp_path_factory.mktemp("saved") / "run"
+            ranks = worlds(saving).run(answer, ranks_checkpoint.save_and_go_on, folder)
+            _saved[answer, saving] = folder, ranks[0]
+        folder, saved = _saved[answer, saving]
         results = worlds(loading).run(answer, ranks_checkpoint.load_and_go_on, folder, how)
         for rank, got in enumerate(results):
             cause = "load does not return the step that was given to save"
