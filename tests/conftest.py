@@ -113,11 +113,6 @@ def _refuse_untouched_stubs(config: pytest.Config, items: list[pytest.Item]) -> 
     )
 
 
-def pytest_collection_finish() -> None:
-    # What is there stays: an answer that calls gc.collect() need not look through all of torch.
-    gc.freeze()
-
-
 def _answer_of(item: pytest.Item) -> Answer | None:
     callspec = getattr(item, "callspec", None)
     answer = callspec.params.get("answer") if callspec else None
@@ -255,7 +250,9 @@ def _world(config: pytest.Config, size: int) -> World:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the warm process import torch while other specs run."""
+    # What is there stays: an answer that calls gc.collect() need not look through all of torch.
+    gc.freeze()
+    # The warm process imports torch while other specs run.
     names = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if names & {"world", "worlds"} and not session.config.option.collectonly:
         forkserver.start()

@@ -186,6 +186,8 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
 
 def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
     last = [frame for frame, _ in _frames(error)][-1]
+    if type(error).__name__ == "BdbQuit" or str(error) == "Quitting debugger":
+        return _left_debugger(here)
     if type(error).__name__ in _ENDINGS:
         cause = "this ends the spec before it has checked anything"
     elif _is_in(last, judged.path):
@@ -195,6 +197,16 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
         cause = f"raised in {where}, which this line has called"
     got = _said(error)
     return Problem("error", got, "no error", cause, **here)
+
+
+def _left_debugger(here: dict[str, Any]) -> Problem:
+    return Problem(
+        "stopped in the debugger",
+        "the debugger was left, or there was no terminal to ask at",
+        "a spec that runs to its end",
+        "q ends the run, c goes on; breakpoint() needs a terminal, and a rank has none",
+        **here,
+    )
 
 
 def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:

@@ -107,8 +107,8 @@ class _Run:
             gone = self._child.exitcode is not None  # before reading, so that nothing is missed
             fresh = self._fresh_events()
             for event in fresh:
-                self._note(event)
                 tell(event)
+                self._note(event)
             if self._finished or (gone and not fresh):
                 break  # a finished process takes its time to leave, or a thread of it never ends
             if fresh or self._debugging:

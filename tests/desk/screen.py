@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 from desk import events
-from desk.events import Broken, Chart, Event, Outcome, Problem, Spec
+from desk.events import Broken, Chart, Debugging, Event, Outcome, Problem, Spec
 from desk.paper import LABEL, Paper
 from desk.verdict import Job, Verdict
 from desk.words import at, cases_of, count, spec_of, summary, waited
 
 _BAR = 44
+_FEW_PRINTS = 5  # of a spec that passes
 _WORDS = {
     events.PASSED: ("pass", "green"),
     events.FAILED: ("FAIL", "bold red"),
@@ -44,6 +45,8 @@ class Screen:
             self._paper.line(f"  This file cannot be judged: {event.problem.kind}", "bold red")
             self._paper.line()
             self.problem(event.problem, event.prints)
+        elif isinstance(event, Debugging):
+            self._paper.status()
         elif isinstance(event, Outcome) and event.result != events.SKIPPED:
             self._take(next(s for s in self._verdict.specs if s.id == event.id), event)
 
@@ -92,7 +95,7 @@ class Screen:
         charts = outcome.charts
         if not (is_bad or self._verbose or self._in_hand == spec.part):
             charts = []
-        if not is_bad and not charts:
+        if not is_bad and not charts and not outcome.prints:
             self._held.append(spec)
             return
         self._release()
@@ -105,6 +108,8 @@ class Screen:
             paper.line()
             self.problem(outcome.problem, outcome.prints)
             paper.line()
+        else:
+            self._prints(18 - LABEL, outcome.prints[-_FEW_PRINTS:])
 
     def _release(self) -> None:
         if self._held:
@@ -131,9 +136,12 @@ class Screen:
             paper.verbatim(indent + LABEL, problem.source)
         if problem.caret:
             paper.verbatim(indent + LABEL, " " * (problem.caret - 1) + "^")
+        self._prints(indent, prints)
+
+    def _prints(self, indent: int, prints: list[str]) -> None:
         for number, text in enumerate(prints):
             label = "printed" if number == 0 else ""
-            paper.verbatim(indent, label.ljust(LABEL) + text)
+            self._paper.verbatim(indent, label.ljust(LABEL) + text)
 
     def _chart(self, chart: Chart) -> None:
         paper, indent = self._paper, 18
