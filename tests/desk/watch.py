@@ -162,6 +162,7 @@ class Watch:
         elif record and not is_untouched(path):
             job = planned(job, record, may_skip=False)
         self._screen = Screen(self._paper, job)
+        self._paper.status("judging")
         self._run = Run(job, self._inbox, self._terminal)
 
     def _show(self, run: Run, what: Event | Verdict) -> None:

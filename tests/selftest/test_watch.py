@@ -1,0 +1,312 @@
+"""`watch` and the debugger in a terminal, as somebody uses them: save, read, press a key."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import psutil
+import pytest
+
+from kit.answers.stubs import make_stub
+from kit.patience import family
+from selftest.tiny import SOLUTION, House, hears_ctrl_c, new_folder
+from selftest.tiny_answers import answer, in_mean
+
+pytestmark = pytest.mark.timeout(120)
+
+KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
+WRONG = answer(("math.fsum([start, *values])", "math.fsum(values)"))
+_EDITS = itertools.count()
+_IDLE = 3  # processes: the watch, the warm one, the tracker of the library
+
+
+class Terminal:
+    """One command of the desk in a terminal of 100 columns."""
+
+    def __init__(self, home: House, *arguments: str) -> None:
+        self.home, self.path = home, home.root / "katas/tiny_mean.py"
+        env = {**os.environ, "PYTHONPATH": str(home.root / "tests"), "TERM": "xterm"}
+        for name in ("PYTEST_CURRENT_TEST", "COLUMNS", "NO_COLOR", "PYTEST_ADDOPTS"):
+            env.pop(name, None)
+        with hears_ctrl_c():
+            self.screen = pexpect.spawn(
+                sys.executable,
+                ["-m", "desk", *arguments],
+                cwd=home.root,
+                env={**env, "TMPDIR": str(home.root / "tmp")},
+                dimensions=(60, 100),
+                encoding="utf-8",
+                timeout=90,
+            )
+
+    def until(self, text: str) -> str:
+        """What has come up to this text, without colours."""
+        self.screen.expect_exact(text)
+        return _plain(self.screen.before + self.screen.after)
+
+    def save(self, text: str, how: Callable[[Path, str], None] | None = None) -> None:
+        """Save the file, each time with other bytes."""
+        (how or Path.write_text)(self.path, f"{text}\n# edit {next(_EDITS)}\n")
+
+    def verdict(self) -> str:
+        """The rest of the screen of one verdict."""
+        return self.until("Verdict: ") + self.until(KEYS)
+
+    def family(self) -> list[int]:
+        return family(self.screen.pid)
+
+    def close(self) -> None:
+        self.screen.close(force=True)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n")
+
+
+def _house() -> House:
+    home = House(new_folder())
+    for name in ("tiny_mean", "tiny_other"):
+        home.add_kata(name)
+    (home.root / "tmp").mkdir()
+    return home
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Terminal]:
+    watch = Terminal(_house(), "watch", "tiny_mean")
+    watch.until(KEYS)
+    yield watch
+    watch.close()
+
+
+@pytest.fixture
+def watch(shared: Terminal) -> Terminal:
+    """A watch on a kata that is wrong in part 1."""
+    shared.save(WRONG)
+    assert "failing at part 1 of 2" in shared.verdict()
+    return shared
+
+
+def test_edit_fail_fix_pass(watch: Terminal) -> None:
+    watch.save(in_mean("return 7.0"))
+    seen = watch.verdict()
+    assert "FAIL  works     is the sum over the count (three)" in seen
+    assert "the mean = 3.0" in seen
+    watch.save(SOLUTION)
+    seen = watch.verdict()
+    assert "Part 1 passed: 6 specs" in seen
+    assert "Verdict: passed (9 passed, 1 not checked)" in seen
+    assert "solutions/tiny_mean.py" in seen
+    assert "press n for the next kata" in seen
+
+
+def test_the_part_that_failed_is_judged_first(watch: Terminal) -> None:
+    watch.save(answer(("self.count += self.step", "self.count += 1")))
+    assert "failing at part 2 of 2" in watch.verdict()
+    watch.save(answer(("self.count += self.step", "self.count += 2")))
+    seen = watch.verdict()
+    assert "Part 2 of 2: Counter" in seen
+    assert "Part 1 passed" not in seen
+
+
+def _replace(path: Path, text: str) -> None:
+    other = path.with_name(f".{path.name}.tmp")
+    other.write_text(text)
+    os.replace(other, path)
+
+
+def _rename(path: Path, text: str) -> None:
+    path.rename(path.with_name(f"{path.name}~"))
+    path.write_text(text)
+
+
+def _truncate(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.flush()
+        time.sleep(0.1)
+        file.write(text)
+
+
+def _delete(path: Path, text: str) -> None:
+    path.unlink()
+    time.sleep(0.1)
+    path.write_text(text)
+
+
+def _back_up(path: Path, text: str) -> None:
+    shutil.copy(path, path.with_name(f"{path.name}.bak"))
+    path.with_name(f"#{path.name}#").write_text("half")
+    path.write_text(text)
+    path.with_name(f"#{path.name}#").unlink()
+
+
+@pytest.mark.parametrize("how", [_replace, _rename, _truncate, _delete, _back_up])
+def test_every_way_to_save_is_one_verdict(
+    watch: Terminal, how: Callable[[Path, str], None]
+) -> None:
+    watch.save(SOLUTION, how)
+    assert "Verdict: passed" in watch.verdict()
+    with pytest.raises(pexpect.TIMEOUT):
+        watch.screen.expect_exact("Verdict", timeout=0.6)
+
+
+def test_a_file_that_is_gone_and_comes_back(watch: Terminal) -> None:
+    watch.path.unlink()
+    assert "katas/tiny_mean.py is gone. Save it again, or press r" in watch.until(KEYS)
+    watch.save(SOLUTION)
+    assert "Verdict: passed" in watch.verdict()
+
+
+def test_a_syntax_error_is_shown_with_its_line(watch: Terminal) -> None:
+    watch.save(answer(("import math", "import math(")))
+    seen = watch.verdict()
+    assert "This file cannot be judged: syntax error" in seen
+    assert "at        katas/tiny_mean.py:5" in seen
+
+
+def test_a_save_during_a_run_begins_another(watch: Terminal) -> None:
+    watch.save(in_mean("while True:", "    pass"))
+    watch.until("judging")
+    watch.save(SOLUTION)
+    seen = watch.verdict()
+    assert seen.count("Verdict") == 1
+    assert "Verdict: passed" in seen
+
+
+def test_a_fork_bomb_ends_in_a_sentence(watch: Terminal) -> None:
+    watch.save(in_mean("import os", "while True:", "    os.fork()"))
+    seen = watch.verdict()
+    assert "more than 256 processes, which were all ended" in seen
+    assert re.search(r"at        katas/tiny_mean\.py:\d+ in mean\n +os\.fork\(\)", seen)
+    _await(lambda: not _is_judging(watch))
+
+
+def test_keys_for_a_part_and_for_everything(watch: Terminal) -> None:
+    watch.save(answer(("self.count += self.step", "self.count += 1"), ("/ len(", "// len(")))
+    watch.verdict()
+    watch.screen.send("a")
+    seen = watch.verdict()
+    assert seen.count("  FAIL  ") >= 2
+    watch.screen.send("p")
+    assert "Press one of 1, 2, or 0 for the whole kata." in watch.until("whole kata.")
+    watch.screen.send("2")
+    seen = watch.verdict()
+    assert "Tiny mean, part 2 - katas/tiny_mean.py at" in seen
+    assert "Part 1" not in seen
+    watch.screen.send("p9")
+    watch.until("tiny_mean has no part '9'; nothing is changed.")
+    watch.screen.send("p0")
+    assert "failing at part" in watch.verdict()
+
+
+def test_a_key_for_hints_which_go_on(watch: Terminal) -> None:
+    watch.screen.send("h")
+    assert "part 1: mean - hint" in watch.until("h shows the next one.")
+    watch.screen.send("h")
+    assert "- hint" in watch.until("h shows the next one.")
+
+
+def test_a_key_for_the_path(watch: Terminal) -> None:
+    watch.screen.send("o")
+    line = SOLUTION.splitlines().index(
+        "def mean(values: list[float], *, start: float = 0.0) -> float:"
+    )
+    watch.until(f"{watch.path}:{line + 1}")
+
+
+def test_a_key_for_a_fresh_stub_asks_first(watch: Terminal) -> None:
+    before = watch.path.read_text()
+    watch.screen.send("rx")
+    watch.until("Left as it is.")
+    assert watch.path.read_text() == before
+    watch.screen.send("ry")
+    assert "is kept as katas/tiny_mean.old-" in watch.until("is a fresh stub.")
+    assert watch.path.read_text() == make_stub(SOLUTION)
+    assert "part 1 of 2 is not written yet" in watch.verdict()
+    kept = watch.path.parent.glob("tiny_mean.old-*.py")
+    assert before in [path.read_text() for path in kept]
+
+
+def test_other_keys_say_which_there_are(watch: Terminal) -> None:
+    watch.screen.send("x")
+    watch.until(KEYS)
+
+
+def test_breakpoint_has_the_terminal_and_gives_it_back(watch: Terminal) -> None:
+    watch.save(in_mean("breakpoint()", "return _total(values, start) / len(values)"))
+    watch.until("(Pdb) ")
+    watch.screen.sendline("p 6 * 7")
+    watch.until("42")
+    watch.until("(Pdb) ")
+    watch.screen.sendline("q")
+    assert "stopped in the debugger" in watch.verdict()
+    watch.screen.send("x")
+    watch.until(KEYS)
+
+
+def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> None:
+    other = Terminal(watch.home, "watch", "tiny_mean")
+    other.until(KEYS)
+    watch.save(SOLUTION)
+    assert "Verdict: passed" in watch.verdict()
+    assert "Verdict: passed" in other.verdict()
+    other.screen.send("n")
+    assert "Tiny other - katas/tiny_other.py at" in other.verdict()
+    pids = other.family()
+    other.screen.send("q")
+    other.screen.expect(pexpect.EOF)
+    other.screen.close()
+    assert other.screen.exitstatus == 0
+    _await(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+@pytest.mark.parametrize("when", ["starting", "judging", "waiting"])
+def test_ctrl_c_leaves_nothing(when: str) -> None:
+    home = _house()
+    if when == "judging":
+        home.write("katas/tiny_mean.py", in_mean("print('x')", "while True:", "    pass"))
+    watch = Terminal(home, "watch", "tiny_mean")
+    watch.until(KEYS if when == "waiting" else "judging")
+    if when == "judging":
+        _await(lambda: _is_judging(watch))
+    pids = watch.family()
+    watch.screen.sendintr()
+    watch.until("Stopped; nothing was left running.")
+    watch.screen.expect(pexpect.EOF)
+    watch.screen.close()
+    assert watch.screen.exitstatus == 130
+    _await(lambda: not any(map(psutil.pid_exists, pids)))
+    _await(lambda: not [*(home.root / "tmp").iterdir()])
+
+
+def test_a_watch_that_is_killed_leaves_nothing() -> None:
+    home = _house()
+    home.write("katas/tiny_mean.py", in_mean("while True:", "    pass"))
+    watch = Terminal(home, "watch", "tiny_mean")
+    watch.until("judging")
+    _await(lambda: _is_judging(watch))
+    pids = watch.family()
+    os.kill(watch.screen.pid, signal.SIGKILL)
+    watch.screen.close()
+    _await(lambda: not any(map(psutil.pid_exists, pids)))
+    _await(lambda: not [*(home.root / "tmp").iterdir()])
+
+
+def _is_judging(watch: Terminal) -> bool:
+    return len(watch.family()) > _IDLE
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
