@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,59 +15,14 @@ import psutil
 import pytest
 
 from kit.answers.stubs import make_stub
-from kit.patience import family
-from selftest.tiny import SOLUTION, House, hears_ctrl_c, new_folder
+from selftest.terminal import KEYS, Terminal
+from selftest.tiny import SOLUTION, House, new_folder
 from selftest.tiny_answers import answer, in_mean
 
 pytestmark = pytest.mark.timeout(120)
 
-KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
 WRONG = answer(("math.fsum([start, *values])", "math.fsum(values)"))
-_EDITS = itertools.count()
 _IDLE = 3  # processes: the watch, the warm one, the tracker of the library
-
-
-class Terminal:
-    """One command of the desk in a terminal of 100 columns."""
-
-    def __init__(self, home: House, *arguments: str) -> None:
-        self.home, self.path = home, home.root / "katas/tiny_mean.py"
-        env = {**os.environ, "PYTHONPATH": str(home.root / "tests"), "TERM": "xterm"}
-        for name in ("PYTEST_CURRENT_TEST", "COLUMNS", "NO_COLOR", "PYTEST_ADDOPTS"):
-            env.pop(name, None)
-        with hears_ctrl_c():
-            self.screen = pexpect.spawn(
-                sys.executable,
-                ["-m", "desk", *arguments],
-                cwd=home.root,
-                env={**env, "TMPDIR": str(home.root / "tmp")},
-                dimensions=(60, 100),
-                encoding="utf-8",
-                timeout=90,
-            )
-
-    def until(self, text: str) -> str:
-        """What has come up to this text, without colours."""
-        self.screen.expect_exact(text)
-        return _plain(self.screen.before + self.screen.after)
-
-    def save(self, text: str, how: Callable[[Path, str], None] | None = None) -> None:
-        """Save the file, each time with other bytes."""
-        (how or Path.write_text)(self.path, f"{text}\n# edit {next(_EDITS)}\n")
-
-    def verdict(self) -> str:
-        """The rest of the screen of one verdict."""
-        return self.until("Verdict: ") + self.until(KEYS)
-
-    def family(self) -> list[int]:
-        return family(self.screen.pid)
-
-    def close(self) -> None:
-        self.screen.close(force=True)
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n")
 
 
 def _house() -> House:

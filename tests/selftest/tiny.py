@@ -211,6 +211,13 @@ class House:
         shutil.copy(ROOT / "tests" / "conftest.py", root / "tests")
         shutil.copy(ROOT / "pyproject.toml", root)
 
+    @classmethod
+    def of(cls, root: Path) -> House:
+        """A repository that is there already."""
+        house = cls.__new__(cls)
+        house.root = root
+        return house
+
     def add_kata(self, name: str) -> None:
         """Everything that a new kata is: some files and one row."""
         self.write(f"solutions/{name}.py", SOLUTION)
