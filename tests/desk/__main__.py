@@ -5,32 +5,42 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from typing import NoReturn
 
-from desk import board, gpu, hints, kata, plan, reset, watch
+from desk import board, gpu, hints, kata, plan, report, reset, watch
 from desk.asked import Misuse
+from desk.paper import Paper
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code. 2: what was typed cannot be done; 130: Ctrl-C."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "plan":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
     try:
-        if rest:
+        parser = _parser()
+        options, rest = parser.parse_known_args(arguments)
+        if rest and options.command == "plan":
             raise Misuse(plan.unknown_option(rest[0]))
-        return _run(options)
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return _run(options, report.JsonPaper() if options.json else Paper())
     except Misuse as error:
-        print(error, file=sys.stderr)
-        return 2
+        return _say(str(error), as_json, 2)
     except KeyboardInterrupt:
-        print("\nStopped; nothing was left running.", file=sys.stderr)
-        return 130
+        return _say("Stopped; nothing was left running.", as_json, 130)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _say(message: str, as_json: bool, code: int) -> int:
+    if as_json:
+        print(report.error(message))
+    else:
+        print(message if code == 2 else f"\n{message}", file=sys.stderr)
+    return code
+
+
+def _run(options: argparse.Namespace, paper: Paper) -> int:
     if options.command == "board":
-        return board.run()
+        return board.run(paper)
     if options.command == "kata":
         wanted = kata.Wanted(
             options.name,
@@ -40,24 +50,33 @@ def _run(options: argparse.Namespace) -> int:
             options.all,
             options.verbose,
             options.timeout,
+            options.junitxml,
         )
-        return kata.run(wanted)
+        return kata.run(wanted, paper)
     if options.command == "watch":
-        return watch.run(options.name, options.timeout)
+        return watch.run(options.name, options.timeout, paper)
     if options.command == "gpu":
-        return gpu.run(options.name, options.answers, options.timeout)
+        return gpu.run(options.name, options.answers, options.timeout, paper)
     if options.command == "plan":
         sizes = plan.given_sizes(options)
-        return plan.run(options.name, options.answers, sizes, options.timeout)
+        return plan.run(options.name, options.answers, sizes, options.timeout, paper)
     if options.command == "hint":
-        return hints.run(options.name, options.part, options.rung)
+        return hints.run(options.name, options.part, options.rung, paper)
     if bool(options.name) == options.every:
         raise Misuse("say what to reset: nox -s reset -- NAME, or --every")
-    return reset.run(options.name, options.force)
+    return reset.run(options.name, options.force, paper)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that leaves to `main` how an error is told."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise Misuse(message)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="desk", description="Memory Katas")
+    parser = _Parser(prog="desk", description="Memory Katas")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     commands.add_parser("board", help="where every kata stands, and what to do next")
@@ -67,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("part", nargs="?", help="the number of one part, to judge it alone")
     command.add_argument("--all", action="store_true", help="run on after the first failure")
     command.add_argument("-v", dest="verbose", action="store_true", help="every spec, every bar")
+    words = "pytest's file for CI; the path starts at the repository, where nox runs"
+    command.add_argument("--junitxml", default="", metavar="FILE", help=words)
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     _add_answers(command)
     _add_timeout(command)
@@ -96,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("name", nargs="?")
     command.add_argument("--every", action="store_true", help="the stubs of all katas")
     command.add_argument("--force", action="store_true", help="also where work would be replaced")
+
+    for command in commands.choices.values():
+        words = "one JSON document and no screen; desk/schema.py says what is in it"
+        command.add_argument("--json", action="store_true", help=words)
     return parser
 
 

@@ -80,6 +80,20 @@ def locate(kata: Kata, answers: str) -> tuple[Path, str]:
     raise Misuse(f"no answers {answers!r} ({_why_not(path)}): give katas, solutions or a file")
 
 
+def junit_file(text: str) -> Path:
+    """Where pytest can write that file; there is none when the run begins."""
+    path = Path(text).resolve()
+    if path.suffix != ".xml":  # a slip must not cost somebody a file of another kind
+        raise Misuse(f"--junitxml wants a file that ends in .xml, not {text!r}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+        path.unlink()
+    except OSError as error:
+        raise Misuse(f"--junitxml cannot write {text!r}: {error.strerror}") from None
+    return path
+
+
 def _why_not(path: Path) -> str:
     if path.is_dir():
         return "it is a folder"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from desk import report, schema
 from desk.paper import Paper
 from desk.state import State
 from desk.steps import ALL_SOLVED
@@ -22,26 +23,28 @@ class Standing:
     """Where one kata stands; `part` is the one to work at, `steps` are empty once it is solved."""
 
     kata: Kata
+    code: schema.State
     words: str
     style: str = ""
     part: int = 1
     steps: Steps | tuple[()] = ()
 
 
-def run() -> int:
+def run(paper: Paper) -> int:
     """Draw the board."""
-    paper = Paper()
     notes: list[str] = []
     standings = all_standings(State(notes.append))
     _draw(paper, standings)
     paper.line()
     for note in notes:
-        paper.line(note)
-    if todo := first_unsolved(standings):
-        paper.steps(todo.steps)
-    else:
+        paper.note(note)
+    todo = first_unsolved(standings)
+    if todo is None:
         paper.line("Every kata is solved.", "bold green")
-        paper.steps([("Next", ALL_SOLVED)])
+    steps = todo.steps if todo else [("Next", ALL_SOLVED)]
+    paper.steps(steps)
+    rows = [_row(found) for found in standings]
+    paper.report(schema.Board(command="board", ok=True, katas=rows, next=report.steps(steps)))
     return 0
 
 
@@ -60,24 +63,30 @@ def standing(kata: Kata, state: State) -> Standing:
     judge = f"nox -s kata -- {kata.name}"
     if not kata.stub.exists():
         step = f"nox -s reset -- {kata.name}   (writes a fresh {shown(kata.stub)})"
-        return Standing(kata, "the file is missing", "red", steps=[("Next", step)])
+        return Standing(kata, "missing", "the file is missing", "red", steps=[("Next", step)])
     if is_untouched(kata.stub):
         steps = [("Next", f"open {shown(kata.stub)} and write part 1"), ("then", judge)]
-        return Standing(kata, f"not started ({kata.minutes} min)", steps=steps)
+        text = f"not started ({kata.minutes} min)"
+        return Standing(kata, "not_started", text, steps=steps)
     again: Steps = [("Next", judge)]
     record = state.read(kata)
     if record is None:
-        return Standing(kata, "begun, not judged yet", "yellow", steps=again)
+        return Standing(kata, "not_judged", "begun, not judged yet", "yellow", steps=again)
     changed, part = record.changed(state.fingerprint(kata)), record.failed or 1
     if changed == "answer":
         words = f"changed since (was: {record.words.partition(' (')[0]})"
-        return Standing(kata, words, "yellow", part, again)
+        return Standing(kata, "changed", words, "yellow", part, again)
     if changed:
         words = f"to be judged again ({changed} changed)"
-        return Standing(kata, words, "yellow", part, again)
+        return Standing(kata, "outdated", words, "yellow", part, again)
     if record.passed:
-        return Standing(kata, record.words, "green", part)
-    return Standing(kata, record.words, "yellow", part, record.steps or again)
+        return Standing(kata, record.code, record.words, "green", part)
+    return Standing(kata, record.code, record.words, "yellow", part, record.steps or again)
+
+
+def _row(found: Standing) -> schema.Row:
+    state = schema.Standing(found.code, found.words)
+    return schema.Row(report.kata_name(found.kata), shown(found.kata.stub), state, found.part)
 
 
 def _draw(paper: Paper, standings: list[Standing]) -> None:

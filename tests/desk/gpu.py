@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from desk import report
 from desk.asked import locate, named, reference_job
 from desk.judge import judge
 from desk.paper import Paper
@@ -19,35 +20,42 @@ from kit.answers.stubs import is_untouched
 NO_CUDA = "There is no CUDA GPU that torch can use here, so nothing was judged"
 
 
-def run(name: str | None, answers: str, limit: float) -> int:
+def run(name: str | None, answers: str, limit: float, paper: Paper) -> int:
     """Judge each kata on CUDA; where nothing is written yet, the reference answer."""
-    paper = Paper()
     own = catalog.kata_of(Path(answers))
     katas = [named(name)] if name else [own] if own else catalog.all_katas()
     jobs = [Job(kata, *locate(kata, answers), device="cuda", limit=limit) for kata in katas]
     if reason := why_no_cuda():
-        paper.line(reason)
+        paper.note(reason)
+        paper.report(report.judged("gpu", [], ok=False))
         return 1
     verdicts = [_judge(paper, job) for job in jobs]
     for verdict in verdicts:
         job = verdict.job
         whose = ", the reference" if job.answers == "solutions" else ""
         paper.line(f"{job.kata.name}{whose}: {summary(verdict)}", hang=4)
-    return 0 if all(verdict.passed for verdict in verdicts) else 1
+    ok = all(verdict.passed for verdict in verdicts)
+    reports = [report.verdict(verdict, _steps(verdict)) for verdict in verdicts]
+    paper.report(report.judged("gpu", reports, ok))
+    return 0 if ok else 1
 
 
 def _judge(paper: Paper, job: Job) -> Verdict:
     if job.answers == "katas" and is_untouched(job.path):
-        paper.line(f"{job.kata.name}: nothing is written yet, so the reference is judged instead")
+        paper.note(f"{job.kata.name}: nothing is written yet, so the reference is judged instead")
         job = reference_job(job)
     paper.line(title(job), "bold")
     paper.line()
     screen = Screen(paper, job)
     verdict = judge(job, screen.show)
     screen.close(verdict)
-    paper.steps(() if verdict.passed else next_steps(verdict))
+    paper.steps(_steps(verdict))
     paper.line()
     return verdict
+
+
+def _steps(verdict: Verdict) -> list[tuple[str, str]]:
+    return [] if verdict.passed else next_steps(verdict)
 
 
 def why_no_cuda() -> str:

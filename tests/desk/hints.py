@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from desk import board
+from desk import board, report, schema
 from desk.asked import Misuse, named, there_are
 from desk.paper import Paper
 from desk.state import State
@@ -17,21 +17,19 @@ _RUNG = re.compile(r"^### (\d+) +(.*)$")
 Hints = dict[int, tuple[str, dict[int, tuple[str, list[str]]]]]
 
 
-def run(name: str | None, part_text: str | None, rung_text: str) -> int:
-    """Print one rung, and the command for the next; unless told, of the part in hand."""
-    paper = Paper()
-    kata, part_in_hand = _in_hand(name, State(paper.line))
-    part = part_text or str(part_in_hand)
-    if show(paper, kata, part, rung_text):
-        paper.steps([("Next", f"nox -s hint -- {kata.name} {part} {int(rung_text) + 1}")])
-    else:
-        paper.line(f"This was the last hint of part {part}.")
-        paper.steps([("Next", f"nox -s kata -- {kata.name}")])
+def run(name: str | None, part_text: str | None, rung_text: str, paper: Paper) -> int:
+    """Print one rung, and the command for the next; without a part, of the part in hand."""
+    kata, part_in_hand = _in_hand(name, State(paper.note))
+    hint = show(paper, kata, part_text or str(part_in_hand), rung_text)
+    if hint.rung == hint.rungs:
+        paper.line(f"This was the last hint of part {hint.part}.")
+    paper.steps([(step.label, step.text) for step in hint.next])
+    paper.report(hint)
     return 0
 
 
-def show(paper: Paper, kata: Kata, part_text: str, rung_text: str) -> bool:
-    """Print one rung; whether there is another one. Misuse says which parts and rungs there are."""
+def show(paper: Paper, kata: Kata, part_text: str, rung_text: str) -> schema.Hint:
+    """Print one rung. Misuse says which parts and rungs there are."""
     try:
         hints = parse(kata.hints.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,10 +43,26 @@ def show(paper: Paper, kata: Kata, part_text: str, rung_text: str) -> bool:
     paper.line(f"{kata.title}, part {part}: {subject} - hint {rung} of {len(rungs)}", "bold")
     paper.line(heading)
     paper.line()
-    for paragraph in "\n".join(lines).split("\n\n"):
-        paper.line(f"  {' '.join(paragraph.split())}")  # the terminal's width, not the file's
+    # The terminal's width, not the file's.
+    paragraphs = [" ".join(text.split()) for text in "\n".join(lines).split("\n\n")]
+    for paragraph in paragraphs:
+        paper.line(f"  {paragraph}")
         paper.line()
-    return rung + 1 in rungs
+    step = f"nox -s hint -- {kata.name} {part} {rung + 1}"
+    if rung + 1 not in rungs:
+        step = f"nox -s kata -- {kata.name}"
+    return schema.Hint(
+        command="hint",
+        ok=True,
+        kata=report.kata_name(kata),
+        part=part,
+        part_title=subject,
+        rung=rung,
+        rungs=len(rungs),
+        title=heading,
+        paragraphs=paragraphs,
+        next=report.steps([("Next", step)]),
+    )
 
 
 def _in_hand(name: str | None, state: State) -> tuple[Kata, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from desk import solved
-from desk.asked import katas_of, locate, part_named
+from desk import report, schema, solved
+from desk.asked import Misuse, junit_file, katas_of, locate, part_named
 from desk.gpu import why_no_cuda
 from desk.judge import judge
 from desk.paper import Paper
@@ -15,6 +15,7 @@ from desk.steps import ALL_SOLVED, next_steps
 from desk.verdict import Job, part_files
 from desk.words import title
 from kit.answers.stubs import is_untouched
+from kit.catalog import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,53 +29,71 @@ class Wanted:
     run_all: bool = False
     verbose: bool = False
     limit: float = 20.0
+    junitxml: str = ""
 
 
-def run(wanted: Wanted) -> int:
+def run(wanted: Wanted, paper: Paper) -> int:
     """Judge the named kata, or the next unsolved one; 0 only if all that could run has passed."""
-    paper = Paper()
+    verdicts = _verdicts(wanted, paper)
+    ok = verdicts is not None and all(verdict.passed for verdict in verdicts)
+    paper.report(report.judged("kata", verdicts or [], ok))
+    return 0 if ok else 1
+
+
+def _verdicts(wanted: Wanted, paper: Paper) -> list[schema.Verdict] | None:
+    """The verdicts, none if there is nothing to judge; None if nothing can be judged here."""
     jobs = _jobs(wanted)
     if wanted.device == "cuda" and (reason := why_no_cuda()):
-        paper.line(reason)
-        return 1
-    state = State(paper.line, wanted.device)
+        paper.note(reason)
+        return None
+    state = State(paper.note, wanted.device)
     if wanted.name is not None or wanted.answers != "katas":
-        return 0 if all(_judge(paper, state, wanted, job) for job in jobs) else 1
+        verdicts = []
+        for job in jobs:
+            verdicts.append(_judge(paper, state, wanted, job))
+            if not verdicts[-1].passed:
+                break
+        return verdicts
     for number, job in enumerate(jobs):
         record = state.read(job.kata)
         if not (record and record.passed) or record.changed(state.fingerprint(job.kata)):
             if number:
                 paper.line()
-            return 0 if _judge(paper, state, wanted, job) else 1
-        paper.line(f"{job.kata.name}: {record.words}, unchanged")
+            return [_judge(paper, state, wanted, job)]
+        paper.note(f"{job.kata.name}: {record.words}, unchanged")
     paper.line("Every kata is solved.", "bold green")
     paper.steps([("Next", ALL_SOLVED)])
-    return 0
+    return []
 
 
 def _jobs(wanted: Wanted) -> list[Job]:
     katas = katas_of(wanted.name, wanted.answers)
     parts = () if wanted.part is None else (part_named(katas[0], wanted.part),)
+    if wanted.junitxml and wanted.name is None and len(katas) > 1:
+        raise Misuse("--junitxml is for one kata: nox -s kata -- NAME --junitxml=FILE")
+    locations = [locate(kata, wanted.answers) for kata in katas]
+    junitxml = junit_file(wanted.junitxml) if wanted.junitxml else None
     return [
         Job(
-            *(kata, *locate(kata, wanted.answers)),
+            *(kata, *location),
             device=wanted.device,
             run_all=wanted.run_all,
             limit=wanted.limit,
             parts=parts,
+            junitxml=junitxml,
         )
-        for kata in katas
+        for kata, location in zip(katas, locations, strict=True)
     ]
 
 
-def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> bool:
+def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdict:
     """Judge and show each spec as it ends; keep the verdict if the answer is the candidate's."""
     own = job.answers == "katas"
     before = state.fingerprint(job.kata)
     record = state.read(job.kata) if own else None
     if record and wanted.part is None and not is_untouched(job.path):
         unchanged = not record.changed(before)
-        job = planned(job, record, unchanged and not wanted.verbose)
+        job = planned(job, record, unchanged and not wanted.verbose and not job.junitxml)
     paper.line(title(job), "bold")
     paper.line()
     screen = Screen(paper, job, wanted.verbose)
@@ -84,10 +103,12 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> bool:
     screen.close(verdict)
     if own:
         state.keep(verdict, before, steps)
+    if job.junitxml and not job.junitxml.exists():
+        paper.note(f"The run did not come to its end, so there is no {shown(job.junitxml)}.")
     if own and verdict.solved:
         solved.show(paper, verdict)
     paper.steps(steps)
-    return verdict.passed
+    return report.verdict(verdict, steps)
 
 
 def planned(job: Job, record: Record, may_skip: bool) -> Job:

@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.control import Control
@@ -21,6 +22,9 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _START_OF_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
+if TYPE_CHECKING:
+    from desk.schema import Document
+
 # Each a label and a sentence or a command.
 Steps = Iterable[tuple[str, str]]
 
@@ -28,11 +32,14 @@ Steps = Iterable[tuple[str, str]]
 class Paper:
     """Where lines go: wrapped to the width, without control characters, markup or emoji codes."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         if hasattr(sys.stdout, "reconfigure"):  # a log in ASCII must not end the desk
             sys.stdout.reconfigure(errors="backslashreplace")
-        self.width = max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
-        self._console = Console(width=self.width, highlight=False, markup=False, emoji=False)
+        columns = console.width if console else shutil.get_terminal_size((WIDTH, 24)).columns
+        self.width = max(40, min(WIDTH, columns))
+        self._console = console or Console(
+            width=self.width, highlight=False, markup=False, emoji=False
+        )
         self._has_status = False
 
     def line(self, text: str = "", style: str = "", *, hang: int = 0) -> None:
@@ -48,6 +55,13 @@ class Paper:
         )
         for row in rows or [""]:
             self._put(Text(row, style))
+
+    def note(self, text: str) -> None:
+        """A sentence that --json has too."""
+        self.line(text)
+
+    def report(self, document: Document) -> None:
+        """What the command comes to, as data; on a screen it has been said in words."""
 
     def labelled(self, indent: int, label: str, text: str, style: str = "") -> None:
         """A label and its text beside it, at most a few lines of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from desk import events, source
+from desk import events, report, schema, source
 from desk.asked import Misuse, locate, named, reference_job
 from desk.events import TODO_KIND
 from desk.judge import judge
@@ -44,7 +45,7 @@ class PlanJob(Job):
 _PLUGIN = ("-p", "desk.planner")
 
 
-def run(name: str | None, answers: str, given: dict[str, int], limit: float) -> int:
+def run(name: str | None, answers: str, given: dict[str, int], limit: float, paper: Paper) -> int:
     """Print the table that the answer comes to; where nothing is written yet, the reference's."""
     kata = _kata(name)
     sizes = default_sizes(kata)
@@ -54,9 +55,8 @@ def run(name: str | None, answers: str, given: dict[str, int], limit: float) -> 
     job: Job = PlanJob(
         kata, *locate(kata, answers), limit=limit, sizes=tuple({**sizes, **given}.items())
     )
-    paper = Paper()
     if answers == "katas" and is_untouched(job.path):
-        paper.line(f"{kata.name}: nothing is written yet, so the reference plans instead")
+        paper.note(f"{kata.name}: nothing is written yet, so the reference plans instead")
         job = reference_job(job)
     paper.line(f"{kata.title} ({kata.name}) - a dry run of {shown(job.path)}", "bold")
     paper.line()
@@ -64,12 +64,30 @@ def run(name: str | None, answers: str, given: dict[str, int], limit: float) -> 
     outcome = next(iter(verdict.outcomes.values()), None)
     if outcome and outcome.result == events.SKIPPED:
         raise Misuse(outcome.reason.removeprefix("Skipped: "))
-    if verdict.passed and outcome and outcome.plan:
-        _draw(paper, outcome.plan)
+    found = outcome.plan if verdict.passed and outcome else None
+    if found:
+        _draw(paper, found)
         paper.line(f"Time:    {waited()}")
-        return 0
-    _show_problem(paper, verdict)
-    return 1
+    else:
+        _show_problem(paper, verdict)
+    paper.report(_report(verdict, {**sizes, **given}, found))
+    return 0 if found else 1
+
+
+def _report(verdict: Verdict, sizes: dict[str, int], found: Plan | None) -> schema.Plan:
+    rows = [schema.Configuration(**dataclasses.asdict(row)) for row in found.rows] if found else []
+    bad = verdict.broken or (verdict.first_bad and verdict.first_bad[1])
+    problem = bad.problem if bad else None
+    return schema.Plan(
+        command="plan",
+        ok=found is not None,
+        kata=report.kata_name(verdict.job.kata),
+        answer=shown(verdict.job.path),
+        sizes=sizes,
+        table=schema.Table(found.title, rows, found.notes) if found else None,
+        problem=report.problem(problem) if problem else None,
+        trouble=verdict.trouble,
+    )
 
 
 def add_sizes(command: argparse.ArgumentParser) -> None:

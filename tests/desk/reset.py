@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from desk import report, schema
 from desk.asked import named
 from desk.paper import Paper
 from kit import catalog
@@ -14,26 +15,30 @@ from kit.answers.stubs import is_untouched, make_stub
 from kit.catalog import Kata, shown
 
 
-def run(name: str | None, force: bool) -> int:
+def run(name: str | None, force: bool, paper: Paper) -> int:
     """Write the stub of the named kata, or of every kata; 1 if one was kept because of its work."""
-    paper = Paper()
     katas = [named(name)] if name else catalog.all_katas()
     # Every kata gets its turn before the exit code is known.
-    return max([_reset(paper, kata, force) for kata in katas], default=0)
+    stubs = [_reset(paper, kata, force) for kata in katas]
+    ok = all(stub.written for stub in stubs)
+    paper.report(schema.Reset(command="reset", ok=ok, stubs=stubs))
+    return 0 if ok else 1
 
 
-def _reset(paper: Paper, kata: Kata, force: bool) -> int:
-    path = kata.stub
+def _reset(paper: Paper, kata: Kata, force: bool) -> schema.Stub:
+    path, kept = kata.stub, ""
+    name = report.kata_name(kata)
     stub = make_stub(kata.solution.read_text(encoding="utf-8"))
     if path.exists() and not is_untouched(path):
         if not force:
             paper.line(f"{shown(path)} has somebody's work in it and was left as it is.")
             paper.line(f"  To keep a copy and start afresh: nox -s reset -- {kata.name} --force")
-            return 1
-        paper.line(f"{shown(path)} is kept as {shown(_keep(path))}")
+            return schema.Stub(name, shown(path), written=False, kept="")
+        kept = shown(_keep(path))
+        paper.line(f"{shown(path)} is kept as {kept}")
     _write(path, stub)
     paper.line(f"{shown(path)} is a fresh stub.")
-    return 0
+    return schema.Stub(name, shown(path), written=True, kept=kept)
 
 
 def _keep(path: Path) -> Path:

@@ -8,7 +8,7 @@ from desk import events
 from desk.events import Broken, Chart, Debugging, Event, Outcome, Problem, Spec
 from desk.paper import LABEL, Paper
 from desk.verdict import Job, Verdict
-from desk.words import at, cases_of, count, spec_of, summary, waited
+from desk.words import NEEDS_GPU, at, cases_of, count, spec_of, summary, waited
 
 _BAR = 44
 _FEW_PRINTS = 5  # of a spec that passes
@@ -191,7 +191,7 @@ class Screen:
         for spec in verdict.unchecked:
             outcome = verdict.outcomes.get(spec.id)
             reason = (outcome.reason if outcome else "").removeprefix("Skipped: ")
-            reasons.setdefault(reason or "needs a CUDA GPU", []).append(spec)
+            reasons.setdefault(reason or NEEDS_GPU, []).append(spec)
         for reason, specs in reasons.items():
             self._paper.line(f"not checked ({reason}): {count(len(specs), 'spec')}")
             for _, cases in itertools.groupby(specs, spec_of):

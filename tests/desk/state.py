@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from desk import words
 from desk.events import Chart
 from desk.verdict import Figure, PassedPart, Verdict, part_files
+from desk.words import Code
 from kit import catalog
 from kit.catalog import Kata, shown
 
-VERSION = 1
+VERSION = 2
+_CODES: dict[str, Code] = {code: code for code in get_args(Code)}
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,13 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a kata: `words` say where it stands, `failed` is the part to mend (or 0)."""
+    """What is kept of a kata: `words` say where it stands, `failed` is the part to mend."""
 
     of: Fingerprint
     words: str
     passed: bool
-    failed: int = 0
+    failed: int = 0  # none
+    code: Code = "part_passed"
     steps: list[tuple[str, str]] = field(default_factory=list)
     parts: dict[int, PassedPart] = field(default_factory=dict)
 
@@ -155,7 +158,8 @@ def _merged(
         parts = {**same.parts, **parts}
     if failed or verdict.broken:
         parts.pop(failed, None)  # it may have passed before, with a spec that is not steady
-        return Record(now, words.state(verdict), False, failed, steps, parts)
+        state, code = words.state(verdict), words.code(verdict)
+        return Record(now, state, False, failed, code, steps, parts)
     if same and same.failed and same.failed not in parts:
         return dataclasses.replace(same, parts=parts)
     numbers = set(part_files(verdict.job.kata))
@@ -164,7 +168,7 @@ def _merged(
     if passed:
         unchecked = sum(part.unchecked for part in parts.values())
         text = "passed" + (f" ({unchecked} not checked)" if unchecked else "")
-    return Record(now, text, passed, 0, steps, parts)
+    return Record(now, text, passed, 0, "passed" if passed else "part_passed", steps, parts)
 
 
 def _record(data: dict[str, Any]) -> Record:
@@ -175,6 +179,7 @@ def _record(data: dict[str, Any]) -> Record:
         words=str(data["words"]),
         passed=data["passed"] is True,
         failed=int(data["failed"]),
+        code=_CODES[data["code"]],
         steps=[(str(label), str(text)) for label, text in data["steps"]],
         parts={int(number): _part(part) for number, part in data["parts"].items()},
     )
@@ -199,7 +204,7 @@ def _judge_of(kata: Kata, device: str) -> dict[str, str]:
     return {
         "the specs": _digest([*_files(kata.specs), *shared]),
         "the judge": _digest_of_tools(catalog.ROOT / "tests"),
-        "torch": _version_of_torch(),
+        "torch": version_of_torch(),
         "Python": platform.python_version(),
         "device": device,
     }
@@ -212,7 +217,8 @@ def _digest_of_tools(tests: Path) -> str:
 
 
 @functools.cache
-def _version_of_torch() -> str:
+def version_of_torch() -> str:
+    """What is installed."""
     try:
         return metadata.version("torch")  # without the import, which takes seconds
     except metadata.PackageNotFoundError:

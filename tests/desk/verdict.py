@@ -55,7 +55,8 @@ class Job:
     """What to judge: `answers` is what --answers gets, `limit` is seconds for a spec.
 
     `parts` says which parts run and in which order (none: all of them); `before` are those that
-    need not run, because they have passed with this very code.
+    need not run, because they have passed with this very code. `junitxml` is the file that pytest
+    writes, if any.
     """
 
     kata: Kata
@@ -66,13 +67,15 @@ class Job:
     limit: float = 20.0
     parts: tuple[int, ...] = ()
     before: tuple[PassedPart, ...] = ()
+    junitxml: Path | None = None
 
     @property
     def arguments(self) -> list[str]:
-        """What pytest is told to run."""
+        """What pytest is to run, and the file that it writes."""
         files = part_files(self.kata)
-        chosen = [path for part in self.parts for path in files[part]]
-        return [str(path) for path in chosen] or [str(self.kata.specs)]
+        chosen = [path for part in self.parts for path in files[part]] or [self.kata.specs]
+        options = [f"--junitxml={self.junitxml}"] if self.junitxml else []
+        return [*map(str, chosen), *options]
 
     @property
     def is_whole(self) -> bool:

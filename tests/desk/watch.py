@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from desk import board, hints, reset, solved
+from desk import board, hints, report, reset, solved
 from desk.asked import Misuse, named
 from desk.events import Event
 from desk.judge import judge
@@ -75,10 +75,9 @@ class Run:
 Inbox = queue.SimpleQueue[Saved | Key | tuple[Run, Event | Verdict]]
 
 
-def run(name: str | None, limit: float) -> int:
+def run(name: str | None, limit: float, paper: Paper) -> int:
     """Watch the named kata, or the next unsolved one, until q or Ctrl-C."""
-    paper = Paper()
-    state = State(paper.line)
+    state = State(paper.note)
     kata = named(name) if name else _next_unsolved(state)
     if kata is None:
         raise Misuse("every kata is solved; say which one to watch: nox -s watch -- NAME")
@@ -171,7 +170,9 @@ class Watch:
             return
         self._run = None
         self._screen.close(what, run.started)
-        self._state.keep(what, self._before, next_steps(what))
+        steps = next_steps(what)
+        self._state.keep(what, self._before, steps)
+        self._paper.report(report.judged("watch", [report.verdict(what, steps)], ok=what.passed))
         if what.solved:
             solved.show(self._paper, what)
             self._paper.steps([("Next", "press n for the next kata")])
@@ -229,7 +230,7 @@ class Watch:
             self._paper.line("Left as it is.")
             return
         self.end_run()
-        reset.run(self._kata.name, force=True)
+        reset.run(self._kata.name, True, self._paper)
         self._judge()
 
     def _next(self) -> None:
@@ -246,10 +247,11 @@ class Watch:
         last_part, rung = self._hinted
         rung = rung + 1 if last_part == part else 1
         try:
-            more = hints.show(self._paper, self._kata, str(part), str(rung))
+            hint = hints.show(self._paper, self._kata, str(part), str(rung))
         except Misuse as error:
             self._paper.line(str(error))
             return
+        more = hint.rung < hint.rungs
         self._hinted = (part, rung) if more else (part, 0)
         self._paper.line("h shows the next one." if more else f"This was the last of part {part}.")
 

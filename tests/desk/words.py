@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Literal
 
 import psutil
 
@@ -14,6 +15,11 @@ from kit.catalog import shown
 
 # When nox began, in seconds as time.time() has them.
 STARTED_VARIABLE = "MEMORY_KATAS_STARTED"
+
+NEEDS_GPU = "needs a CUDA GPU"
+
+# What a verdict comes to, for programs.
+Code = Literal["passed", "part_passed", "failing", "not_written", "broken", "no_verdict"]
 
 
 def summary(verdict: Verdict) -> str:
@@ -58,6 +64,17 @@ def state(verdict: Verdict) -> str:
     return f"failing at {place}" + ("" if kind in ("wrong", "error") else f": {kind}")
 
 
+def code(verdict: Verdict) -> Code:
+    """What `state` says in words."""
+    if verdict.broken:
+        return "broken"
+    if verdict.passed:
+        return "passed" if verdict.solved else "part_passed"
+    if verdict.trouble or verdict.first_bad is None:
+        return "no_verdict"
+    return "not_written" if verdict.first_bad[1].result == events.TODO else "failing"
+
+
 def _parts(numbers: list[int], total: int) -> str:
     """part 2 of 4; parts 2, 3 of 4."""
     noun = "part" if len(numbers) == 1 else "parts"
@@ -65,12 +82,17 @@ def _parts(numbers: list[int], total: int) -> str:
 
 
 def waited(since: float | None = None) -> str:
+    """How long somebody has waited, with the unit."""
+    return f"{seconds_waited(since):.1f} s"
+
+
+def seconds_waited(since: float | None = None) -> float:
     """How long somebody has waited: since nox began, or else since this process did."""
     try:
         since = since or float(os.environ.get(STARTED_VARIABLE, ""))
     except ValueError:
         since = psutil.Process().create_time()
-    return f"{max(0.0, time.time() - since):.1f} s"
+    return round(max(0.0, time.time() - since), 3)
 
 
 def title(job: Job) -> str:

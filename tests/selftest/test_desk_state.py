@@ -127,10 +127,10 @@ def test_an_answer_that_changed_during_the_run_is_not_kept(said):
     [
         ("", "it is damaged"),
         ("[]", "it is damaged"),
-        ('{"version": 1}', "it is damaged"),
+        ('{"version": 2}', "it is damaged"),
         ("\x00\xff", "it is damaged"),
         ("[" * 100_000, "it is damaged"),
-        ('{"version": 0}', "its version is 0, not 1"),
+        ('{"version": 0}', "its version is 0, not 2"),
     ],
 )
 def test_what_cannot_be_used_is_set_aside_and_said(said, text, why):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -45,6 +48,20 @@ def test_misuse_is_told_by_the_desk_alone():
     code, out = result("nox misuse")
     assert code == 2
     assert out.splitlines()[1:] == ["no kata is named 'nope'; did you mean tiny_mean?"]
+
+
+def test_json_is_alone_on_stdout():
+    environment = {**os.environ, "PYTHONPATH": str(home().root / "tests")}
+    done = subprocess.run(
+        [sys.executable, "-m", "nox", "--no-venv", "-s", "board", "--", "--json"],
+        cwd=home().root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["command"] == "board"
+    assert done.stderr.startswith("nox > ")
 
 
 def test_what_stands_before_the_hyphens_is_answered_with_the_line_that_works():
