@@ -177,14 +177,14 @@ class Screen:
 
     def _not_run(self, verdict: Verdict) -> None:
         begun = {spec.part for spec in verdict.specs if spec.id in verdict.outcomes}
-        for part in sorted({spec.part for spec in verdict.not_run}):
-            specs = [spec for spec in verdict.not_run if spec.part == part]
-            if part in begun:
-                self._paper.line(f"  not run: {count(len(specs), 'more spec')} of this part")
-            else:
-                self._paper.line(
-                    f"{self._heading(specs[0])} - not run ({count(len(specs), 'spec')})", hang=4
-                )
+        if more := [spec for spec in verdict.not_run if spec.part in begun]:
+            self._paper.line(f"  not run: {count(len(more), 'more spec')} of this part")
+        later = [spec for spec in verdict.not_run if spec.part not in begun]
+        parts = sorted({spec.part for spec in later})
+        text = f"Parts {', '.join(map(str, parts))} of {verdict.parts}"
+        if later:
+            text = self._heading(later[0]) if len(parts) == 1 else text
+            self._paper.line(f"{text} - not run ({count(len(later), 'spec')})", hang=4)
 
     def _unchecked(self, verdict: Verdict) -> None:
         reasons: dict[str, list[Spec]] = {}

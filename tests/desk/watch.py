@@ -15,7 +15,7 @@ from typing import Any
 
 from desk import board, hints, report, reset, solved
 from desk.asked import Misuse, named
-from desk.events import Event
+from desk.events import Broken, Event
 from desk.judge import judge
 from desk.kata import planned
 from desk.paper import Paper
@@ -165,6 +165,10 @@ class Watch:
         self._run = Run(job, self._inbox, self._terminal)
 
     def _show(self, run: Run, what: Event | Verdict) -> None:
+        is_end = isinstance(what, Broken | Verdict)
+        if is_end and _settled(self._kata.stub) != self._seen:
+            self._judge()  # it may have been read while it was written
+            return
         if not isinstance(what, Verdict):
             self._screen.show(what)
             return
