@@ -206,7 +206,7 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
         with hears_ctrl_c():
-            run = endless.start("pytest", "tests/specs/endless", **variables)
+            run = endless.start("pytest", "tests/specs/endless", "--answers=solutions", **variables)
         runs.append((signal.Signals[name], folder, run))
     for number, folder, run in runs:
         _await(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the server, 1 + 2 ranks
