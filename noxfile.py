@@ -112,6 +112,12 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def pictures(session: nox.Session) -> None:
+    """Draw the README's pictures again, from real screens; -- --check only compares them."""
+    _run(session, _python(session, "judge"), "-m", "desk.pictures", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and types: ruff check, ruff format --check, mypy --strict."""
     python = _python(session, "prove", "lint")

@@ -17,17 +17,23 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
     try:
-        parser = _parser()
-        options, rest = parser.parse_known_args(arguments)
-        if rest and options.command == "plan":
-            raise Misuse(plan.unknown_option(rest[0]))
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options = parse(arguments)
         return _run(options, report.JsonPaper() if options.json else Paper())
     except Misuse as error:
         return _say(str(error), as_json, 2)
     except KeyboardInterrupt:
         return _say("Stopped; nothing was left running.", as_json, 130)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """What was typed, or Misuse."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command == "plan":
+        raise Misuse(plan.unknown_option(rest[0]))
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def _say(message: str, as_json: bool, code: int) -> int:

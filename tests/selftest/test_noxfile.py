@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from desk.__main__ import parse
 from kit.catalog import ROOT
 from selftest.tiny import House, hears_ctrl_c, later, new_folder, once, result
 
@@ -69,6 +71,20 @@ def test_what_stands_before_the_hyphens_is_answered_with_the_line_that_works():
     assert code == 2
     assert out.endswith(": nox -s kata -- tiny_mean 2\n")
     assert "Sessions not found" not in out
+
+
+def test_the_readme_and_the_noxfile_have_the_same_commands():
+    sessions = re.findall(r"^@nox\.session\ndef (\w+)", (ROOT / "noxfile.py").read_text(), re.M)
+    named = re.findall(r"\bnox -s (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {"board", *named} == set(sessions)
+
+
+def test_what_the_readme_says_can_be_typed(capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"\bnox -s (kata|hint|reset|plan|gpu) -- ((?:[^ `\n]+ ?)+)", text)
+    assert len(lines) >= 10
+    for command, words in lines:
+        parse([command, *words.split()])
 
 
 def test_ctrl_c_is_told_by_the_desk_alone():
