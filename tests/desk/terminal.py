@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 class Terminal:
     """Stdin, where it is a terminal, while the breakpoint() of an answer uses it."""
 
-    def __init__(self) -> None:
-        self.name = os.ttyname(0)
+    def __init__(self, name: str | None = None) -> None:
+        self.name = os.ttyname(0) if name is None else name
 
     def hand_over(self, group: int) -> None:
         """Let a group of processes read from it; Ctrl-C goes to them."""

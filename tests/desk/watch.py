@@ -110,18 +110,27 @@ class Watch:
         self._look_at(kata)
 
     def go_on(self) -> None:
-        """Take what comes until somebody quits."""
-        self._judge()
-        while True:
-            message = self._inbox.get()
-            if isinstance(message, Saved):
-                self._saved(message)
-            elif isinstance(message, Key):
-                if message.letter in ("q", "\x04"):
-                    return
-                self._press(message.letter)
-            elif message[0] is self._run:
-                self._show(message[0], message[1])
+        """Judge what is there, and take what comes until somebody quits."""
+        self.judge()
+        while self.take(self._inbox.get()):
+            pass
+
+    @property
+    def is_judging(self) -> bool:
+        """Whether a verdict is in the making."""
+        return self._run is not None
+
+    def take(self, message: Saved | Key | tuple[Run, Event | Verdict]) -> bool:
+        """Do what a message asks for; False if somebody quits."""
+        if isinstance(message, Saved):
+            self._saved(message)
+        elif isinstance(message, Key):
+            if message.letter in ("q", "\x04"):
+                return False
+            self._press(message.letter)
+        elif message[0] is self._run:
+            self._show(message[0], message[1])
+        return True
 
     def end_run(self) -> None:
         """End the run under way, if there is one."""
@@ -138,9 +147,9 @@ class Watch:
 
     def _saved(self, saved: Saved) -> None:
         if saved.name == self._kata.stub.name and _settled(self._kata.stub) != self._seen:
-            self._judge()
+            self.judge()
 
-    def _judge(self, *, run_all: bool = False) -> None:
+    def judge(self, *, run_all: bool = False) -> None:
         """Judge the file as it is now; a run under way is about an older one."""
         self._asked = ""
         self.end_run()
@@ -167,7 +176,7 @@ class Watch:
     def _show(self, run: Run, what: Event | Verdict) -> None:
         is_end = isinstance(what, Broken | Verdict)
         if is_end and _settled(self._kata.stub) != self._seen:
-            self._judge()  # it may have been read while it was written
+            self.judge()  # it may have been read while it was written
             return
         if not isinstance(what, Verdict):
             self._screen.show(what)
@@ -204,7 +213,7 @@ class Watch:
         elif letter == "h":
             self._hint()
         elif letter == "a":
-            self._judge(run_all=True)
+            self.judge(run_all=True)
         elif letter == "p":
             self._asked = "part"
             numbers = ", ".join(map(str, part_files(self._kata)))
@@ -218,7 +227,7 @@ class Watch:
             place = self._at or shown(self._kata.stub)
             self._paper.line(f"{self._kata.stub.parent.parent / place}")
         elif letter in "\r\n":
-            self._judge()
+            self.judge()
         else:
             self._paper.line(KEYS)
 
@@ -227,7 +236,7 @@ class Watch:
             self._paper.line(f"{self._kata.name} has no part {letter!r}; nothing is changed.")
             return
         self._part = int(letter)
-        self._judge()
+        self.judge()
 
     def _reset(self, letter: str) -> None:
         if letter != "y":
@@ -235,7 +244,7 @@ class Watch:
             return
         self.end_run()
         reset.run(self._kata.name, True, self._paper)
-        self._judge()
+        self.judge()
 
     def _next(self) -> None:
         kata = _next_unsolved(self._state, after=self._kata)
@@ -243,7 +252,7 @@ class Watch:
             self._paper.line("No other kata is unsolved.")
             return
         self._look_at(kata)
-        self._judge()
+        self.judge()
 
     def _hint(self) -> None:
         """The first hint of the part in hand, and one more each time."""
