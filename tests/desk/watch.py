@@ -29,7 +29,7 @@ from kit.catalog import Kata, all_katas, shown
 
 KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
 # Editors write in several steps; a file that is gone or empty for longer than this is so.
-_SETTLES = 0.3
+_SETTLES = 1.0
 
 
 @dataclass(frozen=True)

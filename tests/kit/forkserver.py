@@ -1,7 +1,8 @@
 """One warm process, of which verdicts and ranks are forks: multiprocessing's forkserver.
 
-It imports torch, pytest and the kit once (`kit.warm`); a fork of it is at work in some 20 ms. On
-macOS a fork may not use the system's linear algebra, so there each process starts afresh (spawn).
+It imports torch, pytest and the kit once (`kit.warm`); a fork of it is at work in some 20 ms. Where
+a fork is not safe, each process starts afresh (spawn): on macOS it may not use the system's linear
+algebra, and nowhere a GPU that is in use already.
 Every process stands in a group of its own, with all that an answer starts in it, and the group ends
 when the process that asked for it ends, even by SIGKILL.
 """
@@ -39,7 +40,8 @@ _FORKS = sys.platform == "linux"
 MOST_FORKS = 256  # of one process and its descendants together
 _TOO_MANY = ".too-many-forks"
 _START_LIMIT = 180.0  # torch may come from a cold disk
-_context: Any = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
+_forking: Any = multiprocessing.get_context("forkserver") if _FORKS else None
+_spawning: Any = multiprocessing.get_context("spawn")
 _server: Any = forkserver._forkserver  # the library's own, of which too little is public
 _folder: Path | None = None
 
@@ -54,7 +56,7 @@ def start() -> Path:
         atexit.register(stop)
     if _FORKS:
         with _ctrl_c_later(), _environment(_folder):
-            _context.set_forkserver_preload(["kit.warm"])
+            _forking.set_forkserver_preload(["kit.warm"])
             _server.ensure_running()
     return _folder
 
@@ -99,7 +101,7 @@ def read(log: Path) -> str:
 
 def pipe() -> tuple[Connection, Connection]:
     """Two ends, one of them to give to a process."""
-    here, there = _context.Pipe()
+    here, there = _spawning.Pipe()
     return here, there
 
 
@@ -109,7 +111,8 @@ def fork(target: Callable[..., None], *arguments: Any, log: Path, has_forks: boo
     Target and arguments are pickled; a Connection may be one. `has_forks`: it may call this too.
     """
     wait_until_warm()
-    process: BaseProcess = _context.Process(
+    context = _forking if _is_safe() else _spawning
+    process: BaseProcess = context.Process(
         target=_main, args=(target, arguments, str(log)), daemon=not has_forks
     )
     try:
@@ -138,6 +141,11 @@ def end(process: BaseProcess) -> int:
 def _is_fork() -> bool:
     parent = multiprocessing.parent_process()
     return _FORKS and parent is not None and FOLDER_VARIABLE in os.environ
+
+
+def _is_safe() -> bool:
+    """Whether the server can be forked: it is there, and has not touched a GPU."""
+    return _FORKS and not read(start() / f"up{pid()}")
 
 
 def _is_gone(number: int) -> bool:
@@ -183,9 +191,9 @@ def _main(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> 
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if _FORKS:
+    if _server._forkserver_address:
         _ask_the_same_server()
-    else:
+    else:  # a process of its own
         importlib.import_module("kit.warm").import_all()
     target(*arguments)
 
@@ -212,7 +220,7 @@ def _ask_the_same_server() -> None:
     process that it has started itself. Where later versions ask for more than the address, they get
     their second server.
     """
-    if _server._forkserver_address and not hasattr(_server, "_forkserver_authkey"):
+    if not hasattr(_server, "_forkserver_authkey"):
         _server.ensure_running = lambda: None
 
 

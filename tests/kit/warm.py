@@ -83,4 +83,8 @@ if _folder := os.environ.get(FOLDER_VARIABLE):
         import_all()
     except BaseException:
         traceback.print_exc()  # into the log; each fork fails in the same way, and says it
-    Path(_folder, f"up{os.getpid()}").touch()
+    _torch = sys.modules.get("torch")
+    _why_unsafe = "CUDA is in use" if _torch and _torch.cuda.is_initialized() else ""
+    _path = Path(_folder, "starting")
+    _path.write_text(_why_unsafe)
+    _path.rename(_path.with_name(f"up{os.getpid()}"))

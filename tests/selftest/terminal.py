@@ -34,7 +34,7 @@ class Terminal:
                 env={**env, "TMPDIR": str(home.root / "tmp")},
                 dimensions=(60, 100),
                 encoding="utf-8",
-                timeout=90,
+                timeout=None,  # that of the test counts work and not the wall clock
             )
 
     def until(self, *texts: str) -> str:

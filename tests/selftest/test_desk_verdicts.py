@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from functools import partial
 
 import pytest
 
-from selftest.tiny import House, hears_ctrl_c, house, later, new_folder
+from selftest.tiny import House, hears_ctrl_c, house, later, new_folder, wait_for
 from selftest.tiny_answers import ANSWERS, block, judge, line_of, seen
 
 pytestmark = pytest.mark.timeout(300)
@@ -231,7 +230,7 @@ def test_ctrl_c_leaves_nothing_behind():
     command = ("desk", "kata", "tiny_mean", "--answers", str(path))
     with hears_ctrl_c():
         process = home.start(*command, TMPDIR=str(temporary))
-    _wait(lambda: note.exists() and note.read_text())
+    wait_for(lambda: note.exists() and note.read_text())
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 130
@@ -240,13 +239,6 @@ def test_ctrl_c_leaves_nothing_behind():
     assert not list(temporary.glob("memory-katas-*"))
     with pytest.raises(ProcessLookupError):
         os.kill(int(note.read_text()), 0)
-
-
-def _wait(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def broken_spec() -> tuple[int, str]:

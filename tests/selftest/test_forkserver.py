@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from kit.answers.loading import load
 from kit.laws.checks import SpecFailure
 from kit.ranks.world import World
 from selftest import world_programs as programs
-from selftest.tiny import House, hears_ctrl_c, new_folder
+from selftest.tiny import House, hears_ctrl_c, new_folder, wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,13 +40,6 @@ def bad():
     path = new_folder() / "bad.py"
     path.write_text(programs.ANSWER, encoding="utf-8")
     return load(path)
-
-
-def _await(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def _is_alive(pid: int) -> bool:
@@ -115,7 +107,7 @@ def test_a_server_that_dies_is_replaced(ours, bad):
     assert forkserver.pid() != old
     assert [pid for _, pid, *_ in ours.run(bad, programs.who)] == pids  # they need no server
     ours.close()
-    _await(lambda: not any(map(_is_alive, [*pids, old])))
+    wait_for(lambda: not any(map(_is_alive, [*pids, old])))
 
 
 def _fork_again(pipe, folder):
@@ -141,7 +133,16 @@ def test_a_fork_of_a_fork_comes_from_the_same_warm_server_and_ends_with_it(tmp_p
     assert group == second
     assert is_warm
     assert forkserver.end(process) == -signal.SIGKILL
-    _await(lambda: not _is_alive(second))
+    wait_for(lambda: not _is_alive(second))
+
+
+def test_where_a_fork_is_not_safe_a_process_starts_afresh(monkeypatch, tmp_path):
+    monkeypatch.setattr(forkserver, "_is_safe", lambda: False)
+    here, there = forkserver.pipe()
+    process = forkserver.fork(_say, there, log=tmp_path / "log", has_forks=False)
+    assert here.poll(100), forkserver.read(tmp_path / "log")
+    assert here.recv() == (process.pid, os.getpid(), process.pid, True)
+    assert forkserver.end(process) == -signal.SIGKILL
 
 
 def _exit(code):
@@ -209,7 +210,7 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
             run = endless.start("pytest", "tests/specs/endless", "--answers=solutions", **variables)
         runs.append((signal.Signals[name], folder, run))
     for number, folder, run in runs:
-        _await(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the server, 1 + 2 ranks
+        wait_for(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the server, 1 + 2 ranks
         pids = [int(path.name.removeprefix("pid")) for path in folder.glob("pid*")]
         assert all(map(_is_alive, pids))
         assert len(ours.run(bad, programs.who)) == 2
@@ -218,5 +219,5 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
             os.kill(pid, number)
         run.communicate(timeout=300)
         assert run.returncode == (2 if number == signal.SIGINT else -number)
-        _await(lambda pids=pids: not any(map(_is_alive, pids)))
-        _await(lambda folder=folder: not [*folder.glob("memory-katas-*"), *folder.glob("pymp-*")])
+        wait_for(lambda pids=pids: not any(map(_is_alive, pids)))
+        wait_for(lambda folder=folder: not [*folder.glob("memory-katas-*"), *folder.glob("pymp-*")])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kit import patience
 from kit.patience import Patience, Spent, family, spent
-from selftest.tiny import House, new_folder
+from selftest.tiny import House, new_folder, wait_for
 
 
 class Clocks:
@@ -104,16 +103,9 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def _await(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_it_reads_a_process_and_its_family(child: subprocess.Popen[bytes]) -> None:
-    _await(lambda: len(family(child.pid)) == 2)
-    _await(lambda: spent(child.pid).worked > 0.2)
+    wait_for(lambda: len(family(child.pid)) == 2)
+    wait_for(lambda: spent(child.pid).worked > 0.2)
     assert spent(child.pid).queued >= 0.0
     assert family(child.pid)[0] == child.pid
     assert child.pid in family()

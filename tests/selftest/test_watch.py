@@ -16,7 +16,7 @@ import pytest
 
 from kit.answers.stubs import make_stub
 from selftest.terminal import KEYS, Terminal
-from selftest.tiny import SOLUTION, House, new_folder
+from selftest.tiny import SOLUTION, House, new_folder, wait_for
 from selftest.tiny_answers import answer, in_mean
 
 pytestmark = pytest.mark.timeout(120)
@@ -140,7 +140,7 @@ def test_a_fork_bomb_ends_in_a_sentence(watch: Terminal) -> None:
     seen = watch.verdict()
     assert "more than 256 processes, which were all ended" in seen
     assert re.search(r"at        katas/tiny_mean\.py:\d+ in mean\n +os\.fork\(\)", seen)
-    _await(lambda: not _is_judging(watch))
+    wait_for(lambda: not _is_judging(watch))
 
 
 def test_keys_for_a_part_and_for_everything(watch: Terminal) -> None:
@@ -219,7 +219,7 @@ def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> Non
     other.screen.expect(pexpect.EOF)
     other.screen.close()
     assert other.screen.exitstatus == 0
-    _await(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 @pytest.mark.parametrize("when", ["starting", "judging", "waiting"])
@@ -230,15 +230,15 @@ def test_ctrl_c_leaves_nothing(when: str) -> None:
     watch = Terminal(home, "watch", "tiny_mean")
     watch.until(KEYS if when == "waiting" else "judging")
     if when == "judging":
-        _await(lambda: _is_judging(watch))
+        wait_for(lambda: _is_judging(watch))
     pids = watch.family()
     watch.screen.sendintr()
     watch.until("Stopped; nothing was left running.")
     watch.screen.expect(pexpect.EOF)
     watch.screen.close()
     assert watch.screen.exitstatus == 130
-    _await(lambda: not any(map(psutil.pid_exists, pids)))
-    _await(lambda: not [*(home.root / "tmp").iterdir()])
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: not [*(home.root / "tmp").iterdir()])
 
 
 def test_a_watch_that_is_killed_leaves_nothing() -> None:
@@ -246,20 +246,13 @@ def test_a_watch_that_is_killed_leaves_nothing() -> None:
     home.write("katas/tiny_mean.py", in_mean("while True:", "    pass"))
     watch = Terminal(home, "watch", "tiny_mean")
     watch.until("judging")
-    _await(lambda: _is_judging(watch))
+    wait_for(lambda: _is_judging(watch))
     pids = watch.family()
     os.kill(watch.screen.pid, signal.SIGKILL)
     watch.screen.close()
-    _await(lambda: not any(map(psutil.pid_exists, pids)))
-    _await(lambda: not [*(home.root / "tmp").iterdir()])
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: not [*(home.root / "tmp").iterdir()])
 
 
 def _is_judging(watch: Terminal) -> bool:
     return len(watch.family()) > _IDLE
-
-
-def _await(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)

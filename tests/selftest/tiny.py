@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -302,6 +303,12 @@ def hears_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    """Wait until it is so; the time limit of the test ends it otherwise."""
+    while not is_so():
+        time.sleep(0.02)
 
 
 @once
