@@ -95,7 +95,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Experiments about speed, as ratios within one run (pytest-benchmark)."""
+    """How fast verdicts, the ruler and segments are (pytest-benchmark); a quarter of an hour."""
     python = _python(session, "prove")
     options = ("-p", "no:randomly", "--benchmark-columns=median,iqr,rounds")
     _run(session, python, "-m", "pytest", "tests/bench", "-q", *options, *session.posargs)

@@ -64,7 +64,7 @@ def test_a_picture_is_as_wide_as_80_columns_and_loads_nothing():
 
 
 def test_the_text_of_a_picture_is_that_of_the_screen(tmp_path):
-    paper = Recording(start="Verdict")
+    paper = Recording(start="Verdict", seconds="3.2")
     table = Table("Bytes", box=None)
     paper.table(table)
     paper.line("Part 1 passed: 3 specs (0.4 s)")
