@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from desk import board, kata, watch
+from desk.inbox import Inbox, Key
 from desk.kata import Wanted
 from desk.paper import Paper
 from desk.state import State
@@ -104,7 +105,7 @@ def _board(paper: Paper) -> None:
 def _watch(paper: Paper) -> None:
     """A save, a hint, and a better save; the keys are there, and nobody can debug."""
     found = catalog.find_kata("amp_loop")
-    inbox: watch.Inbox = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     watching = watch.Watch(paper, State(paper.note), found, inbox, Terminal(""), 20.0)
     for mistake, key in (("backward_under_autocast", "h"), ("never_grows", "")):
         _hand_in("amp_loop", mistake)
@@ -112,7 +113,7 @@ def _watch(paper: Paper) -> None:
         while watching.is_judging:
             watching.take(inbox.get())
         if key:
-            watching.take(watch.Key(key))
+            watching.take(Key(key))
 
 
 def _hand_in(name: str, mistake: str = "") -> None:

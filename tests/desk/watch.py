@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import queue
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from desk import board, hints, report, reset, solved
 from desk.asked import Misuse, named
 from desk.events import Broken, Event
-from desk.judge import judge
+from desk.inbox import Inbox, Key, Run, Saved, files, keys
 from desk.kata import planned
 from desk.paper import Paper
 from desk.screen import Screen
 from desk.state import State
 from desk.steps import next_steps
-from desk.terminal import Keys, Terminal
+from desk.terminal import Terminal
 from desk.verdict import Job, Verdict, part_files
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, all_katas, shown
@@ -32,49 +26,6 @@ KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
 _SETTLES = 1.0
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Something has happened to the file of that name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Key:
-    """Somebody has pressed it."""
-
-    letter: str
-
-
-class Run:
-    """One verdict in the making: a thread follows it and puts what it sees into the queue."""
-
-    def __init__(self, job: Job, inbox: Inbox, terminal: Terminal | None) -> None:
-        self.job, self._inbox, self._terminal = job, inbox, terminal
-        self.started = time.time()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._judge, daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop it, and wait until nothing of it is left."""
-        self._stop.set()
-        self._thread.join()
-
-    def _judge(self) -> None:
-        try:
-            seen = judge(self.job, lambda event: self._put(event), self._stop, self._terminal)
-        except Exception as error:
-            seen = Verdict(self.job, trouble=f"{type(error).__name__}: {error}")
-        self._put(seen)
-
-    def _put(self, what: Event | Verdict) -> None:
-        self._inbox.put((self, what))
-
-
-Inbox = queue.SimpleQueue[Saved | Key | tuple[Run, Event | Verdict]]
-
-
 def run(name: str | None, limit: float, paper: Paper) -> int:
     """Watch the named kata, or the next unsolved one, until q or Ctrl-C."""
     state = State(paper.note)
@@ -82,7 +33,7 @@ def run(name: str | None, limit: float, paper: Paper) -> int:
     if kata is None:
         raise Misuse("every kata is solved; say which one to watch: nox -s watch -- NAME")
     inbox: Inbox = queue.SimpleQueue()
-    with _keys(inbox) as terminal, _files(kata.stub.parent, inbox):
+    with keys(inbox) as terminal, files(kata.stub.parent, inbox):
         watch = Watch(paper, state, kata, inbox, terminal, limit)
         try:
             watch.go_on()
@@ -290,36 +241,3 @@ def _settled(path: Path) -> bytes | None:
         if data or time.monotonic() > until:
             return data
         time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def _keys(inbox: Inbox) -> Iterator[Keys | None]:
-    if not (os.isatty(0) and os.isatty(1)):
-        yield None
-        return
-    with Keys(lambda letter: inbox.put(Key(letter))) as keys:
-        yield keys
-
-
-@contextlib.contextmanager
-def _files(folder: Path, inbox: Inbox) -> Iterator[None]:
-    """Tell of every save in the folder: of the folder, since editors put new files in place."""
-    import watchfiles  # here, for what is needed by this command alone
-
-    stop = threading.Event()
-
-    def follow() -> None:
-        quickly: dict[str, Any] = {"step": 20, "debounce": 200, "rust_timeout": 1000}
-        for changes in watchfiles.watch(
-            folder, stop_event=stop, recursive=False, raise_interrupt=False, **quickly
-        ):
-            for name in {Path(path).name for _, path in changes}:
-                inbox.put(Saved(name))
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(2.0)

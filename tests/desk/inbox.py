@@ -1,0 +1,95 @@
+"""What a watch hears of, in the order in which it comes: saves, keys, and what a run sees."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from desk.events import Event
+from desk.judge import judge
+from desk.terminal import Keys, Terminal
+from desk.verdict import Job, Verdict
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Something has happened to the file of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """Somebody has pressed it."""
+
+    letter: str
+
+
+class Run:
+    """One verdict in the making: a thread follows it and puts what it sees into the queue."""
+
+    def __init__(self, job: Job, inbox: Inbox, terminal: Terminal | None) -> None:
+        self.job, self._inbox, self._terminal = job, inbox, terminal
+        self.started = time.time()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._judge, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop it, and wait until nothing of it is left."""
+        self._stop.set()
+        self._thread.join()
+
+    def _judge(self) -> None:
+        try:
+            seen = judge(self.job, lambda event: self._put(event), self._stop, self._terminal)
+        except Exception as error:
+            seen = Verdict(self.job, trouble=f"{type(error).__name__}: {error}")
+        self._put(seen)
+
+    def _put(self, what: Event | Verdict) -> None:
+        self._inbox.put((self, what))
+
+
+Inbox = queue.SimpleQueue[Saved | Key | tuple[Run, Event | Verdict]]
+
+
+@contextlib.contextmanager
+def keys(inbox: Inbox) -> Iterator[Keys | None]:
+    """Put every key into the inbox, where there is a keyboard."""
+    if not (os.isatty(0) and os.isatty(1)):
+        yield None
+        return
+    with Keys(lambda letter: inbox.put(Key(letter))) as keys:
+        yield keys
+
+
+@contextlib.contextmanager
+def files(folder: Path, inbox: Inbox) -> Iterator[None]:
+    """Tell of every save in the folder: of the folder, since editors put new files in place."""
+    import watchfiles  # here, for what is needed by this command alone
+
+    stop = threading.Event()
+
+    def follow() -> None:
+        quickly: dict[str, Any] = {"step": 20, "debounce": 200, "rust_timeout": 1000}
+        for changes in watchfiles.watch(
+            folder, stop_event=stop, recursive=False, raise_interrupt=False, **quickly
+        ):
+            for name in {Path(path).name for _, path in changes}:
+                inbox.put(Saved(name))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(2.0)
