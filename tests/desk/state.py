@@ -41,7 +41,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a kata: `words` say where it stands, `failed` is the part to mend."""
+    """What is kept of a kata: `words` say where it stands, `failed` is the part to fix."""
 
     of: Fingerprint
     words: str

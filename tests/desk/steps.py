@@ -27,13 +27,11 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
         fresh = f"nox -s reset -- {job.kata.name}   (writes a fresh {shown(job.path)})"
         return [("Next", fresh)]
     if verdict.broken:
-        return [("Next", f"mend {verdict.broken.problem.at}"), ("then", again)]
+        return [("Next", f"fix {verdict.broken.problem.at}"), ("then", again)]
     if verdict.trouble or verdict.first_bad is None:
         return [("Next", again)]
     spec, outcome = verdict.first_bad
     at = outcome.problem.at if outcome.problem else shown(job.path)
-    todo = (
-        f"write {spec.subject or 'it'} in {at}" if outcome.result == events.TODO else f"mend {at}"
-    )
+    todo = f"write {spec.subject or 'it'} in {at}" if outcome.result == events.TODO else f"fix {at}"
     hint = f"nox -s hint -- {job.kata.name} {spec.part}"
     return [("Next", todo), ("then", again), ("a hint", hint)]

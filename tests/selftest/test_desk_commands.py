@@ -95,7 +95,7 @@ def test_the_board_tells_every_state_apart():
         r"5 +Gone +the file is missing ",
     ):
         assert re.search(row, out), out
-    assert "Next:    mend katas/second.py:" in out
+    assert "Next:    fix katas/second.py:" in out
     assert "then:    nox -s kata -- second\n" in out
     assert max(map(len, out.splitlines())) <= 100
 

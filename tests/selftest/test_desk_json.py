@@ -176,7 +176,7 @@ def test_a_broken_file_has_one_problem_and_no_specs():
     assert verdict["problem"]["line"] == BROKEN
     assert verdict["specs"] == []
     assert [part["result"] for part in verdict["parts"]] == ["not_run", "not_run"]
-    assert verdict["next"][0] == {"label": "Next", "text": f"mend answers/syntax.py:{BROKEN}"}
+    assert verdict["next"][0] == {"label": "Next", "text": f"fix answers/syntax.py:{BROKEN}"}
 
 
 def test_several_katas_have_a_verdict_each():
