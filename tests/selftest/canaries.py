@@ -118,10 +118,10 @@ def canary_DEVICE_QUERIES():
 def canary_COLLECTIVES():
     with simulated_world(4) as mesh, Seen() as seen:
         dist.all_reduce(torch.ones(2))
-        functional.all_reduce(torch.ones(2), "sum", mesh.get_group())
-        torch.ops._c10d_functional_autograd.all_gather_into_tensor(
-            torch.ones(2), 4, mesh.get_group().group_name
-        )
+        group = mesh.get_group()
+        gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
+        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", group))
+        functional.wait_tensor(gather(torch.ones(2), 4, group.group_name))
     assert {func.namespace for func, _ in seen.calls} - {"aten"} <= private.COLLECTIVES
     assert any(func.name() == "c10d::allreduce_" for func, _ in seen.calls)
     # whatever takes a group stands in one of these namespaces
