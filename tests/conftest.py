@@ -158,6 +158,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "call":
         item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in checks.bars]
         checks.bars.clear()
+        if call.excinfo is None and _WORLDS not in item.config.stash:
+            _launch_world(item)
     return (yield)
 
 
@@ -247,6 +249,15 @@ def _world(config: pytest.Config, size: int) -> World:
     enough = config.getoption("--device") == "cuda" and torch.cuda.device_count() >= size
     world = World(size, "cuda" if enough else "cpu")
     return config.stash.setdefault(_WORLDS, {}).setdefault(size, world)
+
+
+def _launch_world(item: pytest.Item) -> None:
+    """Let the ranks meet while other specs run: after the first pass, so not for a stub."""
+    worlds = item.config.stash.setdefault(_WORLDS, {})
+    later = [i for i in item.session.items if "world" in getattr(i, "fixturenames", ())]
+    if later and not worlds and forkserver.is_warm():
+        callspec = getattr(later[0], "callspec", None)
+        _world(item.config, callspec.params.get("world", 2) if callspec else 2).start()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -79,17 +79,19 @@ def pid() -> int:
     return os.getppid() if _is_fork() else _server._forkserver_pid or 0
 
 
+def is_warm() -> bool:
+    """Whether a process is to be had at once."""
+    return _FORKS and (start() / f"up{pid()}").exists()
+
+
 def wait_until_warm(given_up: Callable[[], bool] = lambda: False) -> bool:
     """Wait for the server's imports; False if they were given up, RuntimeError if they failed."""
     folder, until = start(), time.monotonic() + _START_LIMIT
-    while _FORKS and not (folder / f"up{pid()}").exists():
+    while _FORKS and not is_warm():
         if given_up():
             return False
         if _is_gone(pid()) or time.monotonic() > until:
-            words = (
-                (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
-            )
-            raise RuntimeError(f"the warm process could not be started\n{words}")
+            raise RuntimeError(f"the warm process could not be started\n{read(folder / 'log')}")
         time.sleep(0.01)
     return True
 
