@@ -83,7 +83,7 @@ def test_all_goes_on():
     assert code == 1
     assert out.count("  FAIL  ") == 8, out
     assert "Verdict: failing at part 1 of 2 (1 passed, 8 failed, 1 not checked)" in out
-    assert f"Next:    mend answers/all.py:{line_of('all', 'return {}')}\n" in out
+    assert f"Next:    fix answers/all.py:{line_of('all', 'return {}')}\n" in out
     assert "then:    nox -s kata -- tiny_mean --answers answers/all.py\n" in out
     assert "a hint:  nox -s hint -- tiny_mean 1\n" in out
 
