@@ -119,6 +119,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def first_values(answer: Any, rank: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a model that was just built has, and what one process has."""
+    alone = _first_values_alone(kind)  # before the answer can change what both are made with
     model, _ = built(answer, kind)
     names = dict(model.named_parameters(remove_duplicate=False))
     on_meta = [name for name, value in model.state_dict().items() if value.is_meta]
@@ -130,7 +131,7 @@ def first_values(answer: Any, rank: int, kind: str) -> tuple[dict[str, Any], dic
         "kinds": {type(p).__name__ for p in names.values()},
         "on meta": on_meta,
     }
-    return found, _first_values_alone(kind)
+    return found, alone
 
 
 def ties(model: nn.Module) -> list[list[str]]:
@@ -145,6 +146,7 @@ def train_built(
     answer: Any, rank: int, kind: str, plan: Plan, steps: int = 2
 ) -> tuple[Trained, Trained]:
     """What it comes to, and what one process comes to with the data of all ranks."""
+    alone = train_alone(built_alone(kind), [of_all(plan, step) for step in range(steps)])
     model, optimizer = built(answer, kind)
     results = [
         answer.train_step(model, batches(plan, number, rank), mse, optimizer)
@@ -152,7 +154,6 @@ def train_built(
     ]
     losses = [result.loss.item() for result in results]
     norms = [result.grad_norm.item() for result in results]
-    alone = train_alone(built_alone(kind), [of_all(plan, step) for step in range(steps)])
     return Trained(losses, norms, weights(model), gradients(model)), alone
 
 
