@@ -145,11 +145,14 @@ def decode(line: str) -> Event:
     problem = Problem(**data["problem"]) if data["problem"] else None
     if word == Broken.word and problem:
         return Broken(problem, data["prints"])
-    charts = [
-        Chart(chart["title"], chart["formula"], [(row[0], row[1], row[2]) for row in chart["rows"]])
-        for chart in data.pop("charts")
-    ]
+    charts = [chart(values) for values in data.pop("charts")]
     plan = data.pop("plan")
     if plan:
         plan = Plan(plan["title"], [Row(**row) for row in plan["rows"]], plan["notes"])
     return Outcome(**{**data, "problem": problem, "charts": charts, "plan": plan})
+
+
+def chart(data: dict[str, Any]) -> Chart:
+    """What `dataclasses.asdict` and JSON made of it; an error if anything has another form."""
+    rows = [(str(label), int(size), str(text)) for label, size, text in data["rows"]]
+    return Chart(str(data["title"]), str(data["formula"]), rows)

@@ -187,7 +187,7 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
 def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
     last = [frame for frame, _ in _frames(error)][-1]
     if type(error).__name__ == "BdbQuit" or str(error) == "Quitting debugger":
-        return _left_debugger(here)
+        return _left_debugger(type(error).__name__ == "Exit", here)
     if type(error).__name__ in _ENDINGS:
         cause = "this ends the spec before it has checked anything"
     elif _is_in(last, judged.path):
@@ -199,14 +199,13 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
     return Problem("error", got, "no error", cause, **here)
 
 
-def _left_debugger(here: dict[str, Any]) -> Problem:
-    return Problem(
-        "stopped in the debugger",
-        "the debugger was left, or there was no terminal to ask at",
-        "a spec that runs to its end",
-        "q ends the run, c goes on; breakpoint() needs a terminal, and a rank has none",
-        **here,
-    )
+def _left_debugger(by_q: bool, here: dict[str, Any]) -> Problem:
+    got = "q at the prompt of breakpoint()"
+    cause = "q ends the run; c goes on to the end of the spec"
+    if not by_q:
+        got = "the end of the input at breakpoint()"
+        cause = "it asks at a terminal: there is none in a pipe or in a rank, and Ctrl-D closes it"
+    return Problem("stopped in the debugger", got, "a spec that runs to its end", cause, **here)
 
 
 def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:

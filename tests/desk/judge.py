@@ -6,10 +6,7 @@ verdict: a run counts only if the judging process says that it came to its end.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 import tempfile
 import threading
 import time
@@ -136,8 +133,8 @@ class _Run:
 
     def _family(self) -> list[int]:
         found = family(forkserver.pid())  # the ranks of the answer too
-        self._is_bomb = len(found) > forkserver.MOST_FORKS
-        if self._is_bomb:
+        if len(found) > forkserver.MOST_FORKS:
+            self._is_bomb = True
             forkserver.end(self._child)
         return found
 
@@ -174,7 +171,7 @@ class _Run:
         """The time is up, and the judging process could not end the spec by itself."""
         if self._running is None:
             return f"no sign of life from the judging process\n{self._last_words()}"
-        self._ask_stacks()
+        forkserver.ask_stacks(self._child, self._folder / judging.STACKS)
         problem = Problem(
             "time-out",
             f"time-out: still running after {self.job.limit:g} s, and it cannot be interrupted",
@@ -185,22 +182,8 @@ class _Run:
         tell(Outcome(self._running.id, events.FAILED, self.job.limit, problem))
         return ""
 
-    def _ask_stacks(self) -> None:
-        """faulthandler answers even in native code."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._child.pid or 0, judging.STACKS_SIGNAL)
-        text, until = "", time.monotonic() + 3.0
-        while time.monotonic() < until:
-            time.sleep(0.05)
-            before, text = text, forkserver.read(self._folder / judging.STACKS)
-            if text and text == before:
-                return
-
     def _died(self, tell: Callable[[Event], None]) -> str:
-        code = forkserver.end(self._child)
-        how = f"exit code {code}"
-        if code < 0:
-            how = f"signal {-code}, {signal.Signals(-code).name}"
+        how = forkserver.ending(forkserver.end(self._child))
         if self._running is None:
             return f"the judging process ended before its time ({how})\n{self._last_words()}"
         cause = "os._exit(), a crash in native code, or the system's answer to memory running out"

@@ -15,9 +15,9 @@ from typing import Any
 
 from desk import events
 from desk.events import Debugging, Event
+from kit import forkserver
 
 STACKS = "stacks"  # what faulthandler writes when the desk asks where the process is
-STACKS_SIGNAL = signal.SIGUSR1
 
 
 def run(arguments: list[str], folder: str, pipe: Connection, terminal: str) -> None:
@@ -40,7 +40,7 @@ def run(arguments: list[str], folder: str, pipe: Connection, terminal: str) -> N
             pipe.send_bytes(events.encode(event).encode())
 
     with (Path(folder) / STACKS).open("w", encoding="utf-8") as stacks:
-        faulthandler.register(STACKS_SIGNAL, stacks)
+        faulthandler.register(forkserver.STACKS_SIGNAL, stacks)
         plugins: list[object] = [Recorder(tell)]
         if terminal:
             plugins.append(_Debugger(tell, terminal))

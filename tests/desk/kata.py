@@ -89,9 +89,9 @@ def _jobs(wanted: Wanted) -> list[Job]:
 def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdict:
     """Judge and show each spec as it ends; keep the verdict if the answer is the candidate's."""
     own = job.answers == "katas"
-    before = state.fingerprint(job.kata)
+    before = state.fingerprint(job.kata) if own else None
     record = state.read(job.kata) if own else None
-    if record and wanted.part is None and not is_untouched(job.path):
+    if record and before and wanted.part is None and not is_untouched(job.path):
         unchanged = not record.changed(before)
         job = planned(job, record, unchanged and not wanted.verbose and not job.junitxml)
     paper.line(title(job), "bold")
@@ -101,7 +101,7 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
     verdict = judge(job, screen.show)
     steps = next_steps(verdict)
     screen.close(verdict)
-    if own:
+    if before:
         state.keep(verdict, before, steps)
     if job.junitxml and not job.junitxml.exists():
         paper.note(f"The run did not come to its end, so there is no {shown(job.junitxml)}.")

@@ -171,7 +171,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Document):
-    """Of `kata` and `gpu`: a verdict for each kata that was judged, mostly one.
+    """Of `kata`, `gpu` and each save of `watch`: a verdict for each kata judged, mostly one.
 
     There is none where nothing was to judge; a note says why.
     """

@@ -20,8 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
-from desk import words
-from desk.events import Chart
+from desk import events, words
 from desk.verdict import Figure, PassedPart, Verdict, part_files
 from desk.words import Code
 from kit import catalog
@@ -188,15 +187,10 @@ def _record(data: dict[str, Any]) -> Record:
 def _part(data: dict[str, Any]) -> PassedPart:
     counts = {key: int(data[key]) for key in ("number", "passed", "unchecked")}
     figures = [
-        Figure(int(figure["part"]), str(figure["case"]), _chart(figure["chart"]))
+        Figure(int(figure["part"]), str(figure["case"]), events.chart(figure["chart"]))
         for figure in data["figures"]
     ]
     return PassedPart(**counts, seconds=float(data["seconds"]), figures=figures)
-
-
-def _chart(data: dict[str, Any]) -> Chart:
-    rows = [(str(label), int(size), str(text)) for label, size, text in data["rows"]]
-    return Chart(str(data["title"]), str(data["formula"]), rows)
 
 
 def _judge_of(kata: Kata, device: str) -> dict[str, str]:

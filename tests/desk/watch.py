@@ -18,8 +18,9 @@ from desk.state import State
 from desk.steps import next_steps
 from desk.terminal import Terminal
 from desk.verdict import Job, Verdict, part_files
+from desk.words import seconds_waited
 from kit.answers.stubs import is_untouched
-from kit.catalog import Kata, all_katas, shown
+from kit.catalog import Kata, shown
 
 KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
 # Editors write in several steps; a file that is gone or empty for longer than this is so.
@@ -136,7 +137,8 @@ class Watch:
         self._screen.close(what, run.started)
         steps = next_steps(what)
         self._state.keep(what, self._before, steps)
-        self._paper.report(report.judged("watch", [report.verdict(what, steps)], ok=what.passed))
+        found = report.judged("watch", [report.verdict(what, steps)], ok=what.passed)
+        self._paper.report(dataclasses.replace(found, seconds=seconds_waited(run.started)))
         if what.solved:
             solved.show(self._paper, what)
             self._paper.steps([("Next", "press n for the next kata")])
@@ -223,8 +225,7 @@ class Watch:
 def _next_unsolved(state: State, after: Kata | None = None) -> Kata | None:
     """The first kata that is not solved, or the first behind another, round the end."""
     standings = board.all_standings(state)
-    names = [kata.name for kata in all_katas()]
-    start = names.index(after.name) + 1 if after else 0
+    start = [found.kata for found in standings].index(after) + 1 if after else 0
     ordered = [*standings[start:], *standings[: max(0, start - 1)]]
     found = board.first_unsolved(ordered)
     return found.kata if found else None

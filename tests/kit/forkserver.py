@@ -37,6 +37,7 @@ from kit.catalog import ROOT
 
 FOLDER_VARIABLE = "MEMORY_KATAS_FORKSERVER"
 _FORKS = sys.platform == "linux"
+STACKS_SIGNAL = signal.SIGUSR1
 MOST_FORKS = 256  # of one process and its descendants together
 _TOO_MANY = ".too-many-forks"
 _START_LIMIT = 180.0  # torch may come from a cold disk
@@ -81,19 +82,26 @@ def pid() -> int:
 
 def is_warm() -> bool:
     """Whether a process is to be had at once."""
-    return _FORKS and (start() / f"up{pid()}").exists()
+    start()
+    return _FORKS and _mark().exists()
 
 
 def wait_until_warm(given_up: Callable[[], bool] = lambda: False) -> bool:
     """Wait for the server's imports; False if they were given up, RuntimeError if they failed."""
     folder, until = start(), time.monotonic() + _START_LIMIT
-    while _FORKS and not is_warm():
+    while _FORKS and not _mark().exists():  # not is_warm(): it would start a dead one again
         if given_up():
             return False
         if _is_gone(pid()) or time.monotonic() > until:
             raise RuntimeError(f"the warm process could not be started\n{read(folder / 'log')}")
         time.sleep(0.01)
     return True
+
+
+def _mark() -> Path:
+    """What the server leaves in its folder when it has imported everything."""
+    folder = Path(os.environ[FOLDER_VARIABLE]) if _is_fork() else _folder
+    return (folder or Path()) / f"up{pid()}"
 
 
 def read(log: Path) -> str:
@@ -131,6 +139,27 @@ def stack_of_last_fork(log: Path) -> str:
     return read(Path(f"{log}{_TOO_MANY}"))
 
 
+def ask_stacks(process: BaseProcess, stacks: Path) -> str:
+    """Where a process is, once it has `stacks` registered with faulthandler for STACKS_SIGNAL.
+
+    It answers even in native code. By default nobody asks: the signal would end another process.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid or 0, STACKS_SIGNAL)
+    text, until = "", time.monotonic() + 3.0
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        before, text = text, read(stacks)
+        if text and text == before:
+            break
+    return text
+
+
+def ending(code: int) -> str:
+    """An exit code in words."""
+    return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.Signals(-code).name}"
+
+
 def end(process: BaseProcess) -> int:
     """Kill a process with its group; its exit code, negative for a signal. A dead one keeps its."""
     for kill in (os.killpg, os.kill):  # it may not have a group yet
@@ -147,7 +176,7 @@ def _is_fork() -> bool:
 
 def _is_safe() -> bool:
     """Whether the server can be forked: it is there, and has not touched a GPU."""
-    return _FORKS and not read(start() / f"up{pid()}")
+    return _FORKS and not read(_mark())
 
 
 def _is_gone(number: int) -> bool:

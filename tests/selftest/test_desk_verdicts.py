@@ -251,6 +251,31 @@ def broken_spec() -> tuple[int, str]:
 later("broken spec", broken_spec)
 
 
+def broken_torch(text: str) -> tuple[int, str]:
+    home = House(new_folder())
+    home.add_kata("tiny_mean")
+    home.write("tests/torch.py", text)
+    return home.desk("kata", "tiny_mean")
+
+
+later("torch ends the process", lambda: broken_torch("import os; os._exit(7)\n"))
+later("torch raises", lambda: broken_torch("raise OSError('libtorch is not here')\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("torch ends the process", "the warm process could not be started"),
+        ("torch raises", "OSError: libtorch is not here"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_told_at_once(name, words):
+    code, out = seen(name)
+    assert code == 1
+    assert "The judge itself failed; this says nothing about the answer:" in out
+    assert words in out
+
+
 def test_a_broken_spec_is_the_fault_of_the_judge():
     code, out = seen("broken spec")
     assert code == 1

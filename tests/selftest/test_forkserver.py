@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kit import forkserver
-from kit.answers.loading import load
 from kit.laws.checks import SpecFailure
 from kit.ranks.world import World
 from selftest import world_programs as programs
@@ -33,21 +33,6 @@ def large():
     world = World(4)
     yield world
     world.close()
-
-
-@pytest.fixture(scope="module")
-def bad():
-    path = new_folder() / "bad.py"
-    path.write_text(programs.ANSWER, encoding="utf-8")
-    return load(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -93,7 +78,7 @@ def test_a_world_that_is_closed_at_once_leaves_no_process_and_no_file():
     pids, folder = world.pids, world._folder
     assert len(pids) == 3
     world.close()
-    assert not any(map(_is_alive, pids))
+    assert not any(map(psutil.pid_exists, pids))
     assert not folder.exists()
 
 
@@ -107,7 +92,7 @@ def test_a_server_that_dies_is_replaced(ours, bad):
     assert forkserver.pid() != old
     assert [pid for _, pid, *_ in ours.run(bad, programs.who)] == pids  # they need no server
     ours.close()
-    wait_for(lambda: not any(map(_is_alive, [*pids, old])))
+    wait_for(lambda: not any(map(psutil.pid_exists, [*pids, old])))
 
 
 def _fork_again(pipe, folder):
@@ -133,7 +118,7 @@ def test_a_fork_of_a_fork_comes_from_the_same_warm_server_and_ends_with_it(tmp_p
     assert group == second
     assert is_warm
     assert forkserver.end(process) == -signal.SIGKILL
-    wait_for(lambda: not _is_alive(second))
+    wait_for(lambda: not psutil.pid_exists(second))
 
 
 def test_where_a_fork_is_not_safe_a_process_starts_afresh(monkeypatch, tmp_path):
@@ -212,12 +197,12 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
     for number, folder, run in runs:
         wait_for(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the server, 1 + 2 ranks
         pids = [int(path.name.removeprefix("pid")) for path in folder.glob("pid*")]
-        assert all(map(_is_alive, pids))
+        assert all(map(psutil.pid_exists, pids))
         assert len(ours.run(bad, programs.who)) == 2
         # The terminal sends Ctrl-C to all of them.
         for pid in [*pids, run.pid] if number == signal.SIGINT else [run.pid]:
             os.kill(pid, number)
         run.communicate(timeout=300)
         assert run.returncode == (2 if number == signal.SIGINT else -number)
-        wait_for(lambda pids=pids: not any(map(_is_alive, pids)))
+        wait_for(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
         wait_for(lambda folder=folder: not [*folder.glob("memory-katas-*"), *folder.glob("pymp-*")])

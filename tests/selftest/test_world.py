@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from desk.explain import Judged, explain
-from kit.answers.loading import load
 from kit.laws import checks
 from kit.laws.checks import Bar, SpecFailure
 from kit.ranks.collectives import Collective
@@ -29,22 +28,7 @@ def ours():
     yield world
     pids = world.pids
     world.close()
-    assert not any(map(_is_alive, pids))
-
-
-@pytest.fixture(scope="module")
-def bad():
-    path = new_folder() / "bad.py"
-    path.write_text(programs.ANSWER, encoding="utf-8")
-    return load(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def _told(error: BaseException, answer) -> str:

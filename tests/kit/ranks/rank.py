@@ -22,6 +22,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from kit import forkserver
 from kit.answers.loading import load
 from kit.answers.reset_torch import reset_torch
 from kit.laws import checks, draw
@@ -29,9 +30,6 @@ from kit.laws.checks import Bar
 from kit.memory import gpu
 from kit.private_torch import collective_count
 from kit.ranks.wire import dumps, loads, pack_error
-
-# By default nobody asks for the stacks, since this signal ends a process that does not expect it.
-STACKS_SIGNAL = signal.SIGUSR1
 
 Send = Callable[[object], None]
 
@@ -86,7 +84,7 @@ def main(rank: int, size: int, pipe: Connection, folder: str, where: str, seed_s
     torch.set_num_threads(1)
     stacks = (Path(folder) / f"stacks{rank}").open("w", encoding="utf-8")
     faulthandler.enable(stacks)
-    faulthandler.register(STACKS_SIGNAL, stacks)
+    faulthandler.register(forkserver.STACKS_SIGNAL, stacks)
     os.environ[draw.SHIFT_VARIABLE] = seed_shift
     if where == "cuda":
         _take_gpu(rank)

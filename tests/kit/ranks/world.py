@@ -14,10 +14,8 @@ import contextlib
 import functools
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -29,7 +27,7 @@ from typing import Any
 from kit import forkserver
 from kit.laws import checks, draw
 from kit.patience import Patience
-from kit.ranks.rank import STACKS_SIGNAL, InStep, Prints, Ready, Report, main
+from kit.ranks.rank import InStep, Prints, Ready, Report, main
 from kit.ranks.rank_failures import (
     Dead,
     Frame,
@@ -166,9 +164,10 @@ class World:
         with contextlib.suppress(EOFError, OSError):
             return rank.pipe.recv() if rank.pipe.poll() else None
         code, thread = forkserver.end(rank.process), rank.ready.main if rank.ready else ""
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.Signals(-code).name}"
         log = forkserver.read(self._folder / f"log{rank.number}")
-        return Dead(how, main_stack(self._stacks(rank), thread), log)
+        return Dead(
+            forkserver.ending(code), main_stack(forkserver.read(self._stacks(rank)), thread), log
+        )
 
     def _judge(
         self, ends: dict[int, Any], answer: ModuleType, limit: float
@@ -207,21 +206,14 @@ class World:
         own = [error for error in errors if not is_consequence(error)]
         return next(iter(own or errors), None)
 
-    def _stacks(self, rank: _Rank) -> str:
-        return forkserver.read(self._folder / f"stacks{rank.number}")
+    def _stacks(self, rank: _Rank) -> Path:
+        return self._folder / f"stacks{rank.number}"
 
     def _ask_stack(self, rank: _Rank) -> list[Frame]:
-        """Where the main thread is. faulthandler answers even in native code."""
+        """Where the main thread is."""
         if rank.ready is None:
             return []
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid or 0, STACKS_SIGNAL)
-        text, until = "", time.monotonic() + 3.0
-        while time.monotonic() < until:
-            time.sleep(0.05)
-            before, text = text, self._stacks(rank)
-            if text and text == before:
-                break
+        text = forkserver.ask_stacks(rank.process, self._stacks(rank))
         return main_stack(text, rank.ready.main)
 
 
