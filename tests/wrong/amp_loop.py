@@ -58,8 +58,8 @@ WRONG = [
         says="backward() is inside the autocast block",
         edits=(
             (
-                "        loss = loss_fn(output.float(), targets)\n",
-                "        loss = loss_fn(output.float(), targets)\n"
+                "        loss = loss_fn(model(inputs).float(), targets)\n",
+                "        loss = loss_fn(model(inputs).float(), targets)\n"
                 "        (loss if scaler is None else scaler.scale(loss)).backward()\n",
             ),
             (BACKWARD + UNSCALE, "    if scaler is not None:\n" + UNSCALE),
@@ -84,8 +84,8 @@ WRONG = [
         says="the loss is outside the autocast block",
         edits=(
             (
-                "        loss = loss_fn(output.float(), targets)\n",
-                "    loss = loss_fn(output.float(), targets)\n",
+                "        loss = loss_fn(model(inputs).float(), targets)\n",
+                "        output = model(inputs).float()\n    loss = loss_fn(output, targets)\n",
             ),
         ),
     ),
@@ -180,14 +180,16 @@ WRONG = [
         belief="Under autocast the loss function takes what the model gives.",
         caught_by="test_a_float16_loss_does_not_overflow_the_first_step",
         says="its scaled gradient starts out infinite",
-        edits=(("loss_fn(output.float(), targets)", "loss_fn(output, targets)"),),
+        edits=(("loss_fn(model(inputs).float(), targets)", "loss_fn(model(inputs), targets)"),),
     ),
     Wrong(
         name="the_loss_turned_to_float32_too_late",
         belief="loss.float() is enough against overflow.",
         caught_by="test_a_float16_loss_does_not_overflow_the_first_step",
         says="its scaled gradient starts out infinite",
-        edits=(("loss_fn(output.float(), targets)", "loss_fn(output, targets).float()"),),
+        edits=(
+            ("loss_fn(model(inputs).float(), targets)", "loss_fn(model(inputs), targets).float()"),
+        ),
     ),
     Wrong(
         name="steps_without_asking_the_scaler",
@@ -304,7 +306,7 @@ WRONG = [
         belief="An overflow is an infinity.",
         caught_by="test_one_bad_gradient_anywhere_stops_everything[nan]",
         says="not every element",
-        edits=(("grad.isfinite().logical_not().sum()", "grad.isinf().sum()"),),
+        edits=(("not largest.isfinite()", "bool(largest.isinf())"),),
     ),
     Wrong(
         name="looks_at_the_first_gradient",
@@ -313,8 +315,8 @@ WRONG = [
         says="not every element",
         edits=(
             (
-                "logical_not().sum() for grad in grads)",
-                "logical_not().sum() for grad in grads[:1])",
+                "get_total_norm(grads, math.inf)",
+                "get_total_norm(grads[:1], math.inf)",
             ),
         ),
     ),
@@ -351,8 +353,8 @@ WRONG = [
         says="joined into one long tensor",
         edits=(
             (
-                "bad = sum(grad.isfinite().logical_not().sum() for grad in grads)",
-                "bad = not torch.cat([g.flatten() for g in grads]).isfinite().all() if grads else 0",
+                "        largest = get_total_norm(grads, math.inf)\n",
+                "        largest = torch.cat([g.flatten() for g in grads]).abs().max()\n",
             ),
         ),
     ),
@@ -732,8 +734,8 @@ WRONG = [
         says="grad_norm as a float32 tensor",
         edits=(
             (
-                "grad_norm = get_total_norm(gradients)",
-                "grad_norm = get_total_norm(gradients).double()",
+                "grad_norm = _total_norm(gradients)\n",
+                "grad_norm = _total_norm(gradients).double()\n",
             ),
         ),
     ),
@@ -760,8 +762,9 @@ WRONG = [
         says="cast by hand",
         edits=(
             (
-                "        output = model(inputs)\n",
-                "        if inputs.is_floating_point():\n            inputs = inputs.to(dtype)\n        output = model(inputs)\n",
+                "        loss = loss_fn(model(inputs).float(), targets)\n",
+                "        if inputs.is_floating_point():\n            inputs = inputs.to(dtype)\n"
+                "        loss = loss_fn(model(inputs).float(), targets)\n",
             ),
         ),
     ),
@@ -772,8 +775,12 @@ WRONG = [
         says="by hand",
         edits=(
             (
-                "    with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):\n        output = model(inputs)\n        loss = loss_fn(output.float(), targets)\n",
-                "    cast = torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed)\n    cast.__enter__()\n    output = model(inputs)\n    loss = loss_fn(output.float(), targets)\n    cast.__exit__(None, None, None)\n",
+                "    with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):\n"
+                "        # float() because a float16 loss times a scale of 65536 is infinite. No name for the output:\n"
+                "        # it would live through the backward pass.\n"
+                "        loss = loss_fn(model(inputs).float(), targets)\n",
+                "    cast = torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed)\n    cast.__enter__()\n"
+                "    loss = loss_fn(model(inputs).float(), targets)\n    cast.__exit__(None, None, None)\n",
             ),
         ),
     ),
@@ -785,8 +792,8 @@ WRONG = [
         raises=ValueError,
         edits=(
             (
-                "    inputs, targets = batch  # a ValueError unless it is a pair\n",
-                "    if not isinstance(batch, tuple):\n        raise ValueError(f'{type(batch)}')\n    inputs, targets = batch\n",
+                "isinstance(batch, (tuple, list))",
+                "isinstance(batch, tuple)",
             ),
         ),
     ),
@@ -850,8 +857,8 @@ WRONG = [
         says="the sum or the norm",
         edits=(
             (
-                "bad = sum(grad.isfinite().logical_not().sum() for grad in grads)",
-                "bad = not all(bool(grad.sum().isfinite()) for grad in grads)",
+                "get_total_norm(grads, math.inf)",
+                "torch.stack([grad.sum() for grad in grads]).abs().max()",
             ),
         ),
     ),
@@ -1092,6 +1099,271 @@ WRONG = [
             (
                 'self.optimizer.load_state_dict(state_dict["optimizer"])\n',
                 'self.optimizer.load_state_dict({**self.optimizer.state_dict(), **state_dict["optimizer"]})\n',
+            ),
+        ),
+    ),
+    # Found by adversaries
+    Wrong(
+        name="returns_before_update_on_a_bad_loss",
+        belief="A loss that is not finite ends the step: nothing more is to be done.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "        scaler.scale(loss).backward()\n",
+                "        if not loss.isfinite():\n            return StepResult(loss.detach().float(), loss.detach().float(), skipped=True)\n        scaler.scale(loss).backward()\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="switches_autocast_off_by_hand",
+        belief="After the forward pass autocast is off, so it can be set to off.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "    # Outside autocast: backward",
+                "    torch.set_autocast_enabled(inputs.device.type, False)\n    # Outside autocast: backward",
+            ),
+        ),
+    ),
+    Wrong(
+        name="no_autocast_block_for_float32",
+        belief="Without a block around it the model computes in float32.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "    with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):\n",
+                "    with torch.autocast(inputs.device.type, dtype=dtype) if mixed else torch.enable_grad():\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="leaves_a_hook_on_the_optimizer",
+        belief="A hook that counts steps does no harm.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "    optimizer.zero_grad()\n    mixed",
+                "    optimizer.zero_grad()\n    optimizer.register_step_post_hook(lambda *_: None)\n    mixed",
+            ),
+        ),
+    ),
+    Wrong(
+        name="seeds_each_step",
+        belief="A seed makes a step reproducible.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "    optimizer.zero_grad()\n    mixed",
+                "    optimizer.zero_grad()\n    torch.manual_seed(0)\n    mixed",
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_scale_stops_at_one",
+        belief="A scale below 1 makes no sense.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "            self._scale *= self._backoff_factor\n",
+                "            self._scale = max(1.0, self._scale * self._backoff_factor)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="steps_again_after_an_overflow",
+        belief="A step that was skipped can be tried once more.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "    scaler.step(optimizer)\n    scaler.update()\n",
+                "    scaler.step(optimizer)\n    scaler.update()\n    if scaler.get_scale() < scale:\n        optimizer.step()\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_saved_state_is_the_scaler_itself",
+        belief="vars() gives the state.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                '        return {\n            "scale": self._scale,',
+                '        self.__dict__.setdefault("_live", {}).update(scale=self._scale, growth_factor=self._growth_factor, backoff_factor=self._backoff_factor, growth_interval=self._growth_interval, _growth_tracker=self._good_steps)\n        return self._live\n        return {\n            "scale": self._scale,',
+            ),
+        ),
+    ),
+    Wrong(
+        name="serialises_in_memory_and_writes_in_place",
+        belief="What can fail is the pickling; a write of bytes does not.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "        torch.save(state, partial)\n        os.replace(partial, path)\n",
+                "        import io\n\n        buffer = io.BytesIO()\n        torch.save(state, buffer)\n        Path(path).write_bytes(buffer.getvalue())\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="restores_parameters_only",
+        belief="A model is its parameters.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                '    model.load_state_dict(state["model"])\n',
+                '    with torch.no_grad():\n        for name, parameter in model.named_parameters():\n            parameter.copy_(state["model"][name])\n',
+            ),
+        ),
+    ),
+    Wrong(
+        name="steps_the_schedule_first",
+        belief="The schedule sets the rate of the step that follows.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "        result = train_step(\n",
+                "        if scheduler is not None:\n            scheduler.step()\n        result = train_step(\n",
+            ),
+            (
+                "        if scheduler is not None and not result.skipped:\n            scheduler.step()\n",
+                "",
+            ),
+        ),
+    ),
+    Wrong(
+        name="drops_16_bit_gradients_after_a_step",
+        belief="Gradients that were used can go.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "        self.optimizer.zero_grad()\n        return taken\n",
+                "        self.optimizer.zero_grad()\n        self.zero_grad()\n        return taken\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="looks_before_dividing",
+        belief="A scaled gradient is finite if and only if the true one is.",
+        caught_by="x",
+        says="x",
+        edits=(
+            ("        for grad in grads:\n            grad.mul_(1.0 / self._scale)\n", ""),
+            (
+                "        self._overflow[id(optimizer)] = not largest.isfinite()\n",
+                "        self._overflow[id(optimizer)] = not largest.isfinite()\n        for grad in grads:\n            grad.mul_(1.0 / self._scale)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="keeps_the_output_by_name",
+        belief="A local name costs nothing.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "        loss = loss_fn(model(inputs).float(), targets)\n",
+                "        output = model(inputs)\n        loss = loss_fn(output.float(), targets)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="keeps_the_float32_output_by_name",
+        belief="A local name costs nothing, whatever its dtype.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "        loss = loss_fn(model(inputs).float(), targets)\n",
+                "        output = model(inputs).float()\n        loss = loss_fn(output, targets)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="calls_train_in_the_step",
+        belief="A training step is in train mode.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "    optimizer.zero_grad()\n    mixed",
+                "    optimizer.zero_grad()\n    model.train()\n    mixed",
+            ),
+        ),
+    ),
+    Wrong(
+        name="the_norm_overflows",
+        belief="A 2-norm of finite numbers is finite.",
+        caught_by="x",
+        says="x",
+        edits=(("grad_norm = _total_norm(gradients)", "grad_norm = get_total_norm(gradients)"),),
+    ),
+    Wrong(
+        name="takes_any_two_things_for_a_pair",
+        belief="What unpacks into two is a pair.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                '    if not isinstance(batch, (tuple, list)) or len(batch) != 2:\n        raise ValueError(f"batch must be a pair of tensors, not {type(batch).__name__}")\n',
+                "",
+            ),
+        ),
+    ),
+    Wrong(
+        name="unscale_makes_a_mask",
+        belief="isfinite() costs nothing.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "        self._overflow[id(optimizer)] = not largest.isfinite()\n",
+                "        self._overflow[id(optimizer)] = not all(bool(g.isfinite().all()) for g in grads)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="clips_to_infinity_where_nothing_is_asked",
+        belief="Clipping to an infinite norm does nothing.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                "    if max_norm is not None:\n        clip_grads_with_norm_(parameters, max_norm, grad_norm)\n",
+                "    limit = math.inf if max_norm is None else max_norm\n    clip_grads_with_norm_(parameters, limit, grad_norm)\n",
+            ),
+        ),
+    ),
+    Wrong(
+        name="a_model_without_parameters_is_fine",
+        belief="torch's own error says enough.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                '        if not trainable:\n            raise ValueError(f"{type(model).__name__} has no trainable parameter")\n',
+                "",
+            ),
+        ),
+    ),
+    Wrong(
+        name="draws_a_random_number_in_a_save",
+        belief="A name of its own for the partial file needs a random number.",
+        caught_by="x",
+        says="x",
+        edits=(
+            (
+                '    partial = Path(f"{os.fspath(path)}.partial")\n',
+                '    partial = Path(f"{os.fspath(path)}.{torch.randint(9, (1,)).item()}")\n',
             ),
         ),
     ),

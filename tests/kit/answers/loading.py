@@ -176,3 +176,9 @@ def _materialise(kata: Kata, label: str, text: str) -> Path:
 def caught(wrongs: Iterable[Wrong]) -> set[str]:
     """The specs that these wrong answers name, without the ids of their cases."""
     return {wrong.caught_by.split("[")[0] for wrong in wrongs}
+
+
+@cache
+def load_once(path: Path) -> ModuleType:
+    """Import a file that does not change, such as a mistake of the catalogue; the same each time."""
+    return load(path)

@@ -13,7 +13,7 @@ def reset_torch() -> None:
     """Reset the modes, hooks, defaults and random state that an answer may have left behind."""
     while dispatch_modes():
         pop_dispatch_mode()
-    while _hooks_in_force():
+    while saved_tensors_hooks_in_force():
         pop_saved_tensors_hooks()
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
         torch.set_autocast_enabled(device, False)
@@ -29,7 +29,8 @@ def reset_torch() -> None:
     draw.seed(0)
 
 
-def _hooks_in_force() -> bool:
+def saved_tensors_hooks_in_force() -> bool:
+    """Whether anybody listens to what autograd saves."""
     try:
         with disable_saved_tensors_hooks("some are in force"):
             return False

@@ -1,29 +1,49 @@
-"""Checks that explain themselves: what was expected, what came, and the likely cause.
+"""Checks that explain themselves: what was expected, what came, and the cause.
 
 A spec calls these instead of a bare assert, so that one failure reads the same under plain pytest
 and on the verdict's screen. Words are the candidate's: names from the docstring of the kata.
+
+A cause is a guess ("perhaps") unless it was computed: `suspects` maps a belief to what it would
+give, and where the answer gave just that, the belief is the cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
+from kit.laws.differences import differences, show
 from kit.memory.ruler import human
 
 
 class SpecFailure(AssertionError):
-    """An answer does not do what a spec asks."""
+    """An answer does not do what a spec asks.
 
-    def __init__(self, expected: str, got: str, cause: str) -> None:
-        self.expected, self.got, self.cause = expected, got, cause
-        super().__init__(f"\n  expected  {expected}\n  got       {got}\n  cause     {cause}")
+    Attributes:
+        sure: whether the cause was computed.
+        clause: the clause of the contract, where it is another than the spec's own: a law, an
+            argument, "Raises", or the number of a detail.
+    """
 
-    def __reduce__(self) -> tuple[type[SpecFailure], tuple[str, str, str]]:
-        return SpecFailure, (self.expected, self.got, self.cause)  # pickle has one argument only
+    def __init__(
+        self, expected: str, got: str, cause: str, sure: bool = False, clause: str | int = ""
+    ) -> None:
+        self.expected, self.got, self.cause, self.sure, self.clause = (
+            expected,
+            got,
+            cause,
+            sure,
+            clause,
+        )
+        label = "cause  " if sure else "perhaps"
+        super().__init__(f"\n  expected  {expected}\n  got       {got}\n  {label}   {cause}")
+
+    def __reduce__(self) -> tuple[type[SpecFailure], tuple[object, ...]]:
+        # pickle would have one argument only
+        return SpecFailure, (self.expected, self.got, self.cause, self.sure, self.clause)
 
 
 @dataclass(frozen=True)
@@ -41,11 +61,15 @@ class Bar:
 # Bars of the spec that runs now; the test session takes them out after each spec.
 bars: list[Bar] = []
 
+Suspects = Mapping[str, object]
 
-def fail(*, expected: str, got: object, cause: str) -> NoReturn:
+
+def fail(
+    *, expected: str, got: object, cause: str, sure: bool = False, clause: str | int = ""
+) -> NoReturn:
     """End the spec: the answer is wrong."""
     __tracebackhide__ = True
-    raise SpecFailure(expected, str(got), cause)
+    raise SpecFailure(expected, str(got), cause, sure, clause)
 
 
 def check(ok: bool, *, expected: str, got: object, cause: str) -> None:
@@ -55,16 +79,28 @@ def check(ok: bool, *, expected: str, got: object, cause: str) -> None:
         fail(expected=expected, got=got, cause=cause)
 
 
-def check_equal(got: object, want: object, what: str, *, cause: str) -> None:
+def check_equal(
+    got: object, want: object, what: str, *, cause: str, suspects: Suspects | None = None
+) -> None:
     """Fail unless both are equal: tensors to the bit and in dtype, anything else by ==."""
     __tracebackhide__ = True
-    if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
-        if got.dtype == want.dtype and torch.equal(got, want):
-            return
-        fail(expected=f"{what} = {show(want)}", got=_difference(got, want), cause=cause)
-    check(
-        type(got) is type(want) and got == want, expected=f"{what} = {want}", got=got, cause=cause
+    if same(got, want):
+        return
+    belief = next((b for b, value in (suspects or {}).items() if same(got, value)), None)
+    shown = show(want) if isinstance(want, torch.Tensor) else want
+    fail(
+        expected=f"{what} = {shown}",
+        got=differences(got, want),
+        cause=belief or cause,
+        sure=belief is not None,
     )
+
+
+def same(one: object, other: object) -> bool:
+    """Whether both are equal: tensors to the bit and in dtype, anything else by ==."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def check_close(
@@ -75,16 +111,27 @@ def check_close(
     cause: str,
     rtol: float = 1e-5,
     atol: float = 1e-7,
+    suspects: Suspects | None = None,
 ) -> None:
     """Fail unless |got - want| <= atol + rtol * |want| everywhere; the default suits float32."""
     __tracebackhide__ = True
     mine, true = torch.as_tensor(got).detach(), torch.as_tensor(want).detach()
+    if _close(mine, true, rtol, atol):
+        return
+    values = {b: torch.as_tensor(value) for b, value in (suspects or {}).items()}
+    belief = next((b for b, value in values.items() if _close(mine, value, rtol, atol)), None)
+    near = f"{100 * rtol:.2g} %" if rtol else f"{atol:g}"
+    expected = f"{what} = {show(true)}, within {near}"
     if mine.shape != true.shape:
-        fail(expected=f"{what} of shape {tuple(true.shape)}", got=tuple(mine.shape), cause=cause)
-    if not torch.allclose(mine.double(), true.double(), rtol=rtol, atol=atol):
-        near = f"{100 * rtol:.2g} %" if rtol else f"{atol:g}"
-        expected = f"{what} = {show(true)}, within {near}"
-        fail(expected=expected, got=_difference(mine, true), cause=cause)
+        expected = f"{what} of shape {tuple(true.shape)}"
+    got = differences(mine, true)
+    fail(expected=expected, got=got, cause=belief or cause, sure=belief is not None)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=rtol, atol=atol)
 
 
 def check_raises(
@@ -102,7 +149,7 @@ def check_raises(
     expected = f"{name}{f' whose message holds {shown}' if shown else ''}, {when}"
     try:
         call()
-    except NotImplementedError:
+    except (NotImplementedError, SpecFailure):
         raise
     except Exception as error:
         if not isinstance(error, kinds):
@@ -130,33 +177,20 @@ def check_bar(
     cause: str,
     plain: int | None = None,
     reference: int | None = None,
+    suspects: Suspects | None = None,
 ) -> None:
     """Fail if `yours` is over `limit`; either way the bar is shown. All numbers are bytes."""
     __tracebackhide__ = True
     bars.append(Bar(title, int(yours), int(limit), plain, reference, formula))
-    check(
-        yours <= limit,
+    if yours <= limit:
+        return
+    belief = next((b for b, value in (suspects or {}).items() if yours == value), None)
+    fail(
         expected=f"{title} of at most {human(int(limit))} ({formula})",
         got=human(int(yours)),
-        cause=cause,
+        cause=belief or cause,
+        sure=belief is not None,
     )
-
-
-def show(value: torch.Tensor) -> str:
-    """A tensor in a few words: a number, or its first values, with shape and dtype."""
-    kind = str(value.dtype).removeprefix("torch.")
-    if value.dim() == 0:
-        return f"{value.item():.6g} ({kind})"
-    first = ", ".join(f"{number:.4g}" for number in value.detach().flatten()[:4].tolist())
-    more = ", ..." if value.numel() > 4 else ""
-    return f"[{first}{more}] ({kind}, shape {tuple(value.shape)})"
-
-
-def _difference(got: torch.Tensor, want: torch.Tensor) -> str:
-    if got.shape != want.shape or got.dtype != want.dtype or got.dim() == 0:
-        return show(got)
-    worst = (got.double() - want.double()).abs().max().item()
-    return f"{show(got)}, off by up to {worst:.3g}"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,55 +1,77 @@
-"""What the specs of train share: batches that overflow, and a run with all its parts."""
+"""Training runs that are saved and resumed, and disks that fail."""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from kit.laws import draw
-from kit.laws.toys import mse
+from kit.laws.trace import World
+from kit.laws.twists import in_precision
+from specs.amp_loop import oracle
+
+BATCHES = 6
 
 
-def batches(count: int, device: torch.device, overflow_at: tuple[int, ...] = ()) -> list:
-    """Batches of (5, 6) and (5, 2); those at `overflow_at` have an infinite target."""
-    generator = draw.generator(7)
-    made = []
-    for number in range(count):
-        x, y = draw.randn(5, 6, generator=generator), draw.randn(5, 2, generator=generator)
-        if number in overflow_at:
-            y[0, 0] = math.inf
-        made.append((x.to(device), y.to(device)))
-    return made
+def run(precision: str, device: torch.device) -> World:
+    """A run with all that training carries along: dropout, batch norm, Adam, scale and schedule."""
+    draw.seed(11)
+    model = nn.Sequential(
+        nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Tanh(), nn.Linear(9, 2)
+    )
+    batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
+    world = World(model, batches, adam={"lr": 0.02})
+    in_precision(precision)(world)
+    if precision == "fp16":
+        world.scaler = {"init_scale": 256.0, "growth_interval": 2}
+        batches[1][1][0, 0] = torch.inf
+    world.ready(device)
+    world.scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, step_size=2, gamma=0.5)
+    return world
 
 
-class Run:
-    """A model with dropout and all that its training carries along."""
+def go_on(world: World, first: int, last: int) -> list[float]:
+    """Train on these batches, as the contract of train says; the losses."""
+    every, world.batches = world.batches, world.batches[first:last]
+    results = oracle.train(world)
+    world.batches = every
+    return [result.loss.item() for result in results]
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        draw.seed(11)
-        self.dtype = dtype
-        self.model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 2)).to(device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
-        self.scaler = None
-        if dtype == torch.float16:
-            self.scaler = GradScaler(device.type, init_scale=256.0, growth_interval=3)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
 
-    @property
-    def parts(self) -> tuple:
-        return self.model, self.optimizer, self.scaler, self.scheduler
+def save(answer: ModuleType, path: Path, world: World) -> None:
+    answer.save_checkpoint(
+        path, world.model, world.optimizer, world.grad_scaler, world.scheduler
+    )
 
-    def train(self, answer, data: list) -> list:
-        model, optimizer, scaler, scheduler = self.parts
-        return answer.train(model, data, mse, optimizer, scaler, scheduler, dtype=self.dtype)
+
+def load(answer: ModuleType, path: Path, world: World) -> None:
+    answer.load_checkpoint(
+        path, world.model, world.optimizer, world.grad_scaler, world.scheduler
+    )
+
+
+@contextlib.contextmanager
+def full_disk(free: int) -> Iterator[None]:
+    """No file may grow beyond `free` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Unsavable(torch.Tensor):
-    """A tensor whose pickling fails, when part of the file has been written."""
+    """A tensor whose pickling fails, when part of the file may have been written."""
 
-    error: type[BaseException] = OSError
+    error: Any = OSError
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Unsavable:

@@ -1,25 +1,19 @@
-"""One step in any precision: dtypes seen inside the model, true gradients, bytes."""
+"""One step in any precision, in every world of scenarios.py, and its bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_close, check_equal
-from kit.laws.precisions import DTYPES, HALVES, scaler_for
-from kit.laws.toys import Probe, mlp, mse
+from kit.laws.checks import check_bar, check_equal
+from kit.laws.precisions import DTYPES, HALVES, SCALE, scaler_for
+from kit.laws.toys import mlp, mse
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.common import grads_of
-from specs.amp_loop.train_step import (
-    TOLERANCE,
-    check_norm,
-    norm_of,
-    regression,
-    take_step,
-    true_gradients,
-)
+from specs.amp_loop.laws import STEP
+from specs.amp_loop.scenarios import BAD_OPTIONS, no_pairs
 
 
 class TestPart1TrainStep:
@@ -27,137 +21,92 @@ class TestPart1TrainStep:
 
     subject = "train_step"
 
-    @pytest.mark.works
+    @pytest.mark.works("train_step", "loss")
     @DTYPES
-    def test_moves_every_weight_and_returns_the_true_loss(self, answer, device, dtype):
-        model, batch = regression(device)
-        want = mse(model(batch[0]), batch[1]).detach()
-        result, moves = take_step(answer, model, batch, dtype)
-        still = [name for name, move in moves.items() if not move.any()]
-        check(
-            not still,
-            expected="every weight moved",
-            got=f"{still} did not",
-            cause="the optimizer does not step, or skips what it should not",
-        )
-        check(
-            isinstance(result.loss, Tensor) and result.loss.dtype == torch.float32,
-            expected="the loss as a float32 tensor",
-            got=getattr(result.loss, "dtype", type(result.loss)),
-            cause="the loss is computed in 16 bits, or turned into a number",
-        )
-        cause = "the loss is still multiplied by the scale, or comes from after the step"
-        check_close(result.loss, want, "loss", rtol=TOLERANCE[dtype], cause=cause)
-        check(
-            not result.loss.requires_grad,
-            expected="a loss without a graph",
-            got="a loss that requires_grad",
-            cause="a loss that is kept with its graph keeps the graph alive: detach it",
-        )
-        check_equal(result.skipped, False, "skipped", cause="a good step is told as skipped")
-        norm = result.grad_norm
-        check(
-            isinstance(norm, Tensor) and norm.dtype == torch.float32 and norm.dim() == 0,
-            expected="grad_norm as a float32 tensor without dimensions",
-            got=f"{type(norm).__name__} {getattr(norm, 'dtype', '')}",
-            cause="it is turned into a number, which waits for the device, or another dtype",
-        )
+    def test_does_the_step_that_one_can_do_by_hand(self, answer, device, dtype):
+        """w = 3, x = 1 and 2, y = 1: errors 2 and 5, so the loss is (4 + 25) / 2 = 14.5.
 
-    @pytest.mark.exact
-    def test_in_float32_it_is_the_plain_loop(self, answer, device):
-        model, batch = regression(device)
-        want = true_gradients(model, batch)
-        _, moves = take_step(answer, model, batch, torch.float32)
-        for name, move in moves.items():
-            cause = "autocast is on in float32, or the gradients are changed"
-            check_close(move, want[name], f"step of {name}", atol=1e-5, cause=cause)
-
-    @pytest.mark.exact
-    @HALVES
-    def test_runs_forward_and_loss_under_autocast_and_backward_outside(self, answer, device, dtype):
-        probe, loss_autocast, output_dtypes = Probe(), [], []
-        model = nn.Sequential(nn.Linear(7, 13), probe, nn.Linear(13, 5)).to(device)
-        _, batch = regression(device)
-
-        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            loss_autocast.append(torch.is_autocast_enabled(device.type))
-            output_dtypes.append(output.dtype)
-            return mse(output, target)
-
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        answer.train_step(model, batch, loss_fn, optimizer, scaler_for(dtype, device), dtype=dtype)
+        The gradient is (2 x 2 x 1 + 2 x 5 x 2) / 2 = 12: with lr 0.25 the weight becomes 0.
+        """
+        model = nn.Linear(1, 1, bias=False).to(device)
+        nn.init.constant_(model.weight, 3.0)
+        batch = torch.tensor([[1.0], [2.0]], device=device), torch.ones(2, 1, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        scaler = scaler_for(dtype, device)
+        result = answer.train_step(model, batch, mse, optimizer, scaler, dtype=dtype)
+        numbers = float(result.loss), float(result.grad_norm), model.weight.item(), result.skipped
         check_equal(
-            probe.dtypes,
-            [dtype],
-            "dtypes inside the model",
-            cause="autocast has no, or another, dtype",
-        )
-        cause = "the loss is outside the autocast block"
-        check_equal(loss_autocast, [True], "autocast during the loss", cause=cause)
-        cause = "the output goes to the loss in 16 bits"
-        check_equal(output_dtypes, [torch.float32], "dtype of the output in the loss", cause=cause)
-        check_equal(
-            probe.backward_under_autocast,
-            [False],
-            "autocast during the backward pass",
-            cause="backward() is inside the autocast block",
-        )
-
-    @pytest.mark.exact
-    @HALVES
-    def test_keeps_weights_gradients_and_optimizer_state_in_float32(self, answer, device, dtype):
-        model, batch = regression(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        answer.train_step(model, batch, mse, optimizer, scaler_for(dtype, device), dtype=dtype)
-        held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        held += [t for state in optimizer.state.values() for t in state.values()]
-        check_equal(
-            {t.dtype for t in held},
-            {torch.float32},
-            "dtypes of weights, gradients and optimizer state",
-            cause="the model is cast, not autocast: small updates are lost in 16 bits",
+            numbers,
+            (14.5, 12.0, 0.0, False),
+            "loss, grad_norm, weight and skipped",
+            cause="do the step by hand and compare",
+            suspects={
+                "the loss is still scaled": (14.5 * SCALE, 12.0, 0.0, False),
+                "the gradients are still scaled when the norm is taken": (
+                    14.5,
+                    12.0 * SCALE,
+                    0.0,
+                    False,
+                ),
+                "the loss is from after the step": (1.0, 12.0, 0.0, False),
+                "no step was taken": (14.5, 12.0, 3.0, False),
+                "a step that was taken is called skipped": (14.5, 12.0, 0.0, True),
+            },
         )
 
-    @pytest.mark.exact
-    @DTYPES
-    def test_steps_with_the_true_gradients(self, answer, device, dtype):
-        """SGD with lr 1 moves by the gradient itself, so the gradient can be read off the move."""
-        model, batch = regression(device)
-        want = true_gradients(model, batch)
-        result, moves = take_step(answer, model, batch, dtype)
-        error = norm_of({n: move - want[n] for n, move in moves.items()}) / norm_of(want)
-        check(
-            bool(error <= TOLERANCE[dtype]),
-            expected=f"a step along the true gradients (within {TOLERANCE[dtype]:.2g})",
-            got=f"a step that is off by {error.item():.2g} of their length",
-            cause="gradients are scaled still, divided twice, or clipped though max_norm is None",
+    @pytest.mark.exact("train_step", "autocast")
+    def test_forward_and_loss_run_under_autocast_and_backward_does_not(self, answer, device):
+        STEP.hold(
+            answer,
+            device,
+            "a plain step",
+            "a loss that ends in a matrix product",
+            "inputs of 2**20",
         )
-        check_norm(result.grad_norm, norm_of(want), dtype)
 
-    @pytest.mark.exact
-    @DTYPES
-    def test_clips_the_true_gradients_not_the_scaled_ones(self, answer, device, dtype):
-        """|step| = max_norm where the true norm N is above it, and N is what is returned."""
-        model, batch = regression(device)
-        norm = norm_of(true_gradients(model, batch))
-        max_norm = norm.item() / 3
-        result, moves = take_step(answer, model, batch, dtype, max_norm=max_norm)
-        cause = "clipping ran before unscale_, so the scaled gradients were cut to max_norm"
-        length = norm_of(moves)
-        check_close(length, max_norm, "length of the clipped step", rtol=1e-4, cause=cause)
-        check_norm(result.grad_norm, norm, dtype)
+    @pytest.mark.exact("train_step", "loss")
+    def test_a_float16_loss_does_not_overflow_under_a_large_scale(self, answer, device):
+        """mean() of a float16 output is float16, and 65536 times it is above 65504: infinite."""
+        STEP.hold(answer, device, "a scale of 65536", "an infinite loss with finite gradients")
 
-    @pytest.mark.exact
-    @DTYPES
-    def test_leaves_gradients_shorter_than_max_norm_alone(self, answer, device, dtype):
-        model, batch = regression(device)
-        norm = norm_of(true_gradients(model, batch))
-        _, moves = take_step(answer, model, batch, dtype, max_norm=3 * norm.item())
-        cause = "gradients are scaled to max_norm, not clipped; or scaled ones are clipped"
-        length = norm_of(moves)
-        check_close(length, norm, "length of the step", rtol=TOLERANCE[dtype], cause=cause)
+    @pytest.mark.exact("train_step", "gradients")
+    def test_gradients_are_of_this_step_alone(self, answer, device):
+        STEP.hold(
+            answer, device, "in the middle of training", "stale gradients", "a loss with a parameter"
+        )
 
-    @pytest.mark.saves
+    @pytest.mark.exact("train_step", "max_norm")
+    def test_clips_what_is_longer_than_max_norm_and_nothing_else(self, answer, device):
+        STEP.hold(
+            answer,
+            device,
+            "clipped",
+            "max_norm that nothing reaches",
+            "max_norm inf",
+            "gradients of zero",
+        )
+
+    @pytest.mark.exact("train_step", "grad_norm")
+    def test_the_norm_is_over_all_that_the_optimizer_holds(self, answer, device):
+        STEP.hold(answer, device, "a group for each parameter", "tied weights")
+
+    @pytest.mark.exact("train_step", "skipped")
+    def test_skips_on_an_overflow_and_on_nothing_else(self, answer, device):
+        STEP.hold(
+            answer,
+            device,
+            "an infinite gradient",
+            "a NaN gradient",
+            "an infinite gradient, clipped",
+            "an infinite gradient, Adam",
+            "an infinite target",
+            "learning rate 0",
+            "Adam",
+            "a scale that grows",
+            "a scale that grows at the next step",
+        )
+
+    @pytest.mark.saves("train_step", "memory")
     @HALVES
     def test_holds_activations_in_sixteen_bits(self, answer, reference, device, dtype):
         """Activations halve; float32 gradients stay, and 16-bit copies of the weights come on top.
@@ -172,14 +121,8 @@ class TestPart1TrainStep:
 
         def peak(module: object, dtype: torch.dtype) -> int:
             model = mlp(*widths, device=device)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             batch = draw.randn(rows, 24, device=device), draw.randn(rows, 8, device=device)
-            scaler = scaler_for(dtype, device)
-
-            def step() -> None:
-                module.train_step(model, batch, mse, optimizer, scaler, dtype=dtype)
-
-            return measure(step, device, known=[model, optimizer, *batch]).above_baseline
+            return _step_bytes(module, model, batch, mse, dtype).above_baseline
 
         plain = peak(reference, torch.float32)
         check_bar(
@@ -192,27 +135,54 @@ class TestPart1TrainStep:
             cause="activations are kept in float32, or in both precisions",
         )
 
-    @pytest.mark.saves
+    @pytest.mark.saves("train_step", "memory")
+    @DTYPES
+    def test_does_not_hold_a_wide_output_through_the_backward_pass(
+        self, answer, reference, device, dtype
+    ):
+        """8,192 classes for 64 rows are L = 2 MiB of float32 logits, and nearly all there is.
+
+        In the backward pass there are the log-probabilities that the loss has saved, their gradient
+        and that of the logits: 3 L, and a weight W = 4 x 8,192 x 4 bytes with its gradient. Logits
+        that a name still holds make 4 L (float32) or 3.5 L (16 bits). The bar is 3.25 L + 3 W.
+        """
+        rows, classes, width = 64, 8192, 4
+        logits, weight = 4 * rows * classes, 4 * width * classes
+        batch = (
+            draw.randn(rows, width, device=device),
+            draw.randint(classes, (rows,), device=device),
+        )
+
+        def peak(module: object) -> int:
+            model = mlp(width, classes, device=device)
+            return _step_bytes(module, model, batch, F.cross_entropy, dtype).above_baseline
+
+        check_bar(
+            "peak of a step with a wide output",
+            peak(answer),
+            3.25 * logits + 3 * weight,
+            plain=4 * logits + 3 * weight,
+            reference=peak(reference),
+            formula="3.25 x the logits + 3 x the weight; plain holds the output",
+            cause="a name still holds the output, or the float32 copy of it, in the backward pass",
+        )
+
+    @pytest.mark.saves("train_step", "memory")
     @HALVES
     def test_leaves_the_bytes_of_state_as_they_are(self, answer, reference, device, dtype):
-        """Weights, gradients and Adam's moments are 16 bytes a parameter, with AMP and without."""
+        """Weights and Adam's moments are 12 bytes a parameter, with AMP and without."""
 
         def state(module: object, dtype: torch.dtype) -> int:
             model = mlp(64, 96, 32, device=device)
-            optimizer = torch.optim.Adam(model.parameters())
             batch = draw.randn(9, 64, device=device), draw.randn(9, 32, device=device)
-            scaler = scaler_for(dtype, device)
-            reading = measure(
-                lambda: module.train_step(model, batch, mse, optimizer, scaler, dtype=dtype),
-                device,
-                known=[model, optimizer, *batch],
-            )
-            return bytes_of(model) + reading.retained - bytes_of(*grads_of(model.parameters()))
+            reading = _step_bytes(module, model, batch, mse, dtype, torch.optim.Adam)
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            return bytes_of(*model.parameters()) + reading.retained - bytes_of(*grads)
 
         plain = state(reference, torch.float32)
         # A scaler holds a few scalars of 512 bytes; a 16-bit copy of the weights would be 12 %.
         check_bar(
-            "weights, gradients and optimizer state",
+            "weights and optimizer state",
             state(answer, dtype),
             1.05 * plain,
             plain=plain,
@@ -220,3 +190,70 @@ class TestPart1TrainStep:
             formula="what float32 holds + 5 %",
             cause="a second copy of the weights is kept, or of the gradients",
         )
+
+    @pytest.mark.survives("train_step", "batch")
+    def test_takes_a_list_for_a_pair(self, answer, device):
+        """As DataLoader makes them."""
+        STEP.hold(answer, device, "pairs in lists")
+
+    @pytest.mark.survives("train_step", 1)
+    def test_does_not_step_what_got_no_gradient(self, answer, device):
+        """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""
+        STEP.hold(answer, device, "a parameter without a gradient")
+
+    @pytest.mark.survives("train_step", 2)
+    def test_leaves_parameters_alone_that_the_optimizer_does_not_hold(self, answer, device):
+        STEP.hold(answer, device, "a frozen parameter", "a foreign parameter")
+
+    @pytest.mark.survives("train_step", 3)
+    def test_a_huge_but_finite_gradient_is_no_overflow(self, answer, device):
+        """The square of 1e30 is not a float32."""
+        STEP.hold(answer, device, "a gradient of 1e30", "a gradient of 1e30, clipped")
+
+    @pytest.mark.survives("train_step", 4)
+    def test_dtype_holds_inside_an_autocast_of_the_caller(self, answer, device):
+        STEP.hold(
+            answer, device, "the caller's bfloat16 autocast", "the caller's autocast without cache"
+        )
+
+    @pytest.mark.survives("train_step", "untouched")
+    def test_the_mode_is_the_callers(self, answer, device):
+        STEP.hold(
+            answer,
+            device,
+            "dropout in train mode",
+            "dropout in eval mode",
+            "one layer in eval mode",
+            "batch norm",
+            "batch norm in eval mode",
+        )
+
+    @pytest.mark.survives("train_step", 5)
+    def test_after_an_error_no_weight_has_changed(self, answer, device):
+        STEP.hold(
+            answer,
+            device,
+            "the model fails",
+            "Ctrl-C in the model",
+            "the loss fails",
+            "the optimizer fails",
+        )
+
+    @pytest.mark.survives("train_step", "Raises")
+    def test_refuses_a_batch_that_is_no_pair(self, answer, device):
+        STEP.hold(answer, device, *no_pairs(0))
+
+    @pytest.mark.survives("train_step", "Raises")
+    def test_refuses_options_that_do_not_fit(self, answer, device):
+        STEP.hold(answer, device, *BAD_OPTIONS)
+
+
+def _step_bytes(module, model, batch, loss, dtype, optimizer_class=torch.optim.SGD):
+    """What one step does to memory."""
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    scaler = scaler_for(dtype, batch[0].device)
+    return measure(
+        lambda: module.train_step(model, batch, loss, optimizer, scaler, dtype=dtype),
+        batch[0].device,
+        known=[model, optimizer, *batch],
+    )

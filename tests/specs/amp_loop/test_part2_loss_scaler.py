@@ -1,22 +1,28 @@
-"""The hand-written scaler, held against torch.amp.GradScaler over scripted overflows."""
+"""The hand-written scaler beside torch.amp.GradScaler, through sequences of calls."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 from torch.amp import GradScaler
 
 from kit.laws import draw
-from kit.laws.checks import check_bar, check_close, check_equal
+from kit.laws.checks import check, check_bar, check_equal, check_raises
+from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
-from kit.laws.toys import mlp
+from kit.laws.toys import mlp, mse
 from kit.memory.ruler import measure
-from specs.amp_loop.common import grads_of
-from specs.amp_loop.loss_scaler import BAD, GOOD, give_gradients, play, weights
+from specs.amp_loop.loss_scaler import OVERFLOW_ANYWHERE, OVERFLOWS, Call, agree, backward, rounds
+
+STEP, UNSCALE = st.just(Call("step")), st.just(Call("unscale_"))
+UPDATE, RELOAD = st.just(Call("update")), st.just(Call("reload"))
+GOOD_OR_BAD = backward(bad=st.sampled_from((None, math.inf)))
 
 
 class TestPart2LossScaler:
@@ -24,100 +30,101 @@ class TestPart2LossScaler:
 
     subject = "LossScaler"
 
-    @pytest.mark.works
-    def test_scales_the_loss_and_unscales_the_gradients(self, answer, device):
-        scaler = answer.LossScaler(init_scale=1024.0)
-        model = mlp(4, 3, device=device)
-        x = draw.randn(6, 4, device=device)
-        want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        loss = model(x).sum()
-        scaled = scaler.scale(loss)
-        check_equal(
-            scaled.detach(),
-            loss.detach() * 1024,
-            "scaled loss",
-            cause="scale() is not loss x scale",
-        )
-        scaled.backward()
+    @pytest.mark.works("LossScaler", "unscale_")
+    def test_a_step_by_hand(self, answer, device):
+        """Scale 8, a true gradient of 3: scaled 24, unscaled 3, and with lr 1 the weight is 5 - 3."""
+        weight = nn.Parameter(torch.tensor([5.0], device=device))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler = answer.LossScaler(init_scale=8.0)
+        scaler.scale(weight.sum() * 3).backward()
+        told = [weight.grad.item()]
         scaler.unscale_(optimizer)
-        for p, gradient in zip(model.parameters(), want, strict=True):
-            check_close(
-                p.grad, gradient, "unscaled gradient", cause="unscale_() is not gradient / scale"
-            )
-        before = model[0].weight.detach().clone()
+        told.append(weight.grad.item())
         scaler.step(optimizer)
-        cause = "step() unscales again, or does not step"
-        moved = before - model[0].weight.detach()
-        check_close(moved, want[0], "step with lr 1 after unscale_", rtol=1e-4, cause=cause)
+        scaler.update()
+        check_equal(
+            [*told, weight.item(), scaler.get_scale()],
+            [24.0, 3.0, 2.0, 8.0],
+            "scaled gradient, unscaled gradient, weight, scale",
+            cause="do it by hand and compare",
+            suspects={
+                "unscale_ multiplies": [24.0, 192.0, -187.0, 8.0],
+                "step unscales a second time": [24.0, 3.0, 4.625, 8.0],
+                "unscale_ does nothing": [24.0, 24.0, -19.0, 8.0],
+                "the loss is not scaled": [3.0, 0.375, 4.625, 8.0],
+                "no step is taken": [24.0, 3.0, 5.0, 8.0],
+            },
+        )
 
-    @pytest.mark.exact
-    def test_tracks_gradscaler_through_every_pattern_of_overflows(self, answer, device):
+    @pytest.mark.exact("LossScaler", "scale")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    def test_scales_in_float32(self, answer, device, dtype):
+        """A float16 1.0 times the number 65536 is infinite; times a float32 tensor it is not."""
+        loss = torch.ones((), dtype=dtype, device=device, requires_grad=True)
+        scaled = answer.LossScaler(init_scale=65536.0).scale(loss)
+        want = torch.tensor(65536.0, device=device)
+        cause = "a Python number does not widen a float16 tensor; a float32 tensor does"
+        check_equal(scaled.detach().float(), want, f"scaled {dtype} loss of 1", cause=cause)
+        cause = "the loss is detached, and backward() has nowhere to go"
+        check_equal(scaled.requires_grad, True, "requires_grad of the scaled loss", cause=cause)
+
+    @pytest.mark.exact("LossScaler", "update")
+    @pytest.mark.parametrize("init_scale", [256.0, 0.25])
+    def test_tracks_gradscaler_through_every_pattern_of_overflows(self, answer, device, init_scale):
         """All 64 scripts of six good and bad steps, growing after two good ones in a row."""
-        options = {"init_scale": 256.0, "growth_interval": 2}
-        for script in itertools.product((GOOD, BAD), repeat=6):
-            want = play(GradScaler(device.type, **options), device, script)
-            got = play(answer.LossScaler(**options), device, script)
-            words = " ".join("overflow" if value == BAD else "good" for value in script)
-            for number, ((scale, values), (true_scale, true)) in enumerate(
-                zip(got, want, strict=True), 1
-            ):
-                check_equal(
-                    scale,
-                    true_scale,
-                    f"scale after step {number} of: {words}",
-                    cause="back off at once, count good steps in a row, and start over after both",
-                )
-                check_equal(
-                    values,
-                    true,
-                    f"weights after step {number} of: {words}",
-                    cause="a step is taken with an overflow, or gradients are not unscaled",
-                )
+        for script in itertools.product((None, math.inf), repeat=6):
+            calls = [
+                call
+                for bad in script
+                for call in (Call("backward", bad=bad), Call("step"), Call("update"))
+            ]
+            agree(
+                answer,
+                device,
+                calls,
+                cause="back off at once, count good steps in a row, and start over after both",
+                init_scale=init_scale,
+                growth_interval=2,
+            )
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-    def test_one_bad_gradient_anywhere_stops_everything(self, answer, device, value):
+    @pytest.mark.exact("LossScaler", "unscale_")
+    @pytest.mark.parametrize("value", OVERFLOWS)
+    def test_finds_an_overflow_anywhere(self, answer, device, value):
         """First, middle and last element of first, middle and last parameter."""
         for parameter, element in itertools.product((0, 1, 2), (0, 3, -1)):
-            params = weights(7, 4, 5, device=device)
-            optimizer = torch.optim.Adam(params)
-            scaler = answer.LossScaler(init_scale=8.0)
-            give_gradients(params, 8.0)
-            params[parameter].grad[element] = value
-            before = Snapshot(nn.ParameterList(params), optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            where = f"{value} in element {element} of parameter {parameter}"
+            calls = [
+                Call("backward"),
+                Call("step"),
+                Call("update"),
+                Call("backward", bad=value, at=(parameter, element)),
+                Call("step"),
+                Call("update"),
+            ]
             cause = "not every element of every gradient is looked at"
-            before.check_unchanged(where, cause=cause, gradients=False)
-            check_equal(scaler.get_scale(), 4.0, f"scale after {where}", cause=cause)
+            agree(answer, device, calls, cause=cause, init_scale=8.0)
 
-    @pytest.mark.exact
-    def test_several_optimizers_share_one_scale(self, answer, device):
-        """The one that overflows is skipped, the other steps, and the scale falls once."""
-        first, second = weights(3, 3, device=device)
-        optimizers = [torch.optim.SGD([p], lr=1.0) for p in (first, second)]
-        scaler = answer.LossScaler(init_scale=8.0)
-        give_gradients([first], 8.0, BAD)
-        give_gradients([second], 8.0)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        cause = "overflows are kept for all optimizers together, or for the last one only"
-        check_equal(first.detach(), torch.ones_like(first), "overflowed weights", cause=cause)
-        check_equal(second.detach(), torch.full_like(second, 0.25), "other weights", cause=cause)
-        check_equal(scaler.get_scale(), 4.0, "scale", cause=cause)
+    @pytest.mark.exact("LossScaler", "step")
+    def test_step_unscales_unless_that_was_done(self, answer, device):
+        """With unscale_ before it or not, and with an update that no step came before."""
+        maybe = st.lists(UNSCALE, max_size=1)
+        steps = st.lists(STEP, max_size=1)
+        one = st.tuples(GOOD_OR_BAD, maybe, steps).filter(lambda r: bool(r[1] or r[2]))
+        calls = st.lists(one, min_size=1, max_size=5).map(
+            lambda rs: [c for b, u, s in rs for c in (b, *u, *s, Call("update"))]
+        )
+        for_all(
+            calls,
+            lambda case: agree(
+                answer,
+                device,
+                case,
+                cause="gradients are unscaled twice or not at all, or update() asks who has stepped",
+                init_scale=8.0,
+                growth_interval=2,
+            ),
+        )
 
-    @pytest.mark.exact
-    def test_does_not_grow_out_of_float32(self, answer, device):
-        """Twice 2**127 is above float32's largest number, and GradScaler stays."""
-        scaler = answer.LossScaler(init_scale=2.0**126, growth_interval=1)
-        got = [scale for scale, _ in play(scaler, device, (0.0, 0.0, 0.0))]
-        cause = "the scale grows without end, and then every gradient is infinite"
-        check_equal(got, [2.0**127] * 3, "scales", cause=cause)
-
-    @pytest.mark.exact
+    @pytest.mark.exact("LossScaler", "state")
     @pytest.mark.parametrize("direction", ["own", "from_torch", "to_torch"])
     def test_its_state_goes_on_where_it_was(self, answer, device, direction):
         """Saved in the middle of a run of good steps, and loaded into one with other options."""
@@ -127,47 +134,198 @@ class TestPart2LossScaler:
             "backoff_factor": 0.25,
             "growth_interval": 3,
         }
-
-        def torch_scaler(**options: float) -> GradScaler:
-            return GradScaler(device.type, **options)
-
-        saves = torch_scaler if direction == "from_torch" else answer.LossScaler
-        loads = torch_scaler if direction == "to_torch" else answer.LossScaler
-        saved, loaded, whole = saves(**options), loads(), torch_scaler(**options)
-        head, tail = (GOOD, BAD, GOOD, GOOD), (GOOD, GOOD, BAD, GOOD)
-        play(saved, device, head)
-        loaded.load_state_dict(saved.state_dict())
-        got = [loaded.get_scale(), *(scale for scale, _ in play(loaded, device, tail))]
-        want = [scale for scale, _ in play(whole, device, head + tail)][3:]
+        torchs = partial(GradScaler, device.type)
+        saves = torchs if direction == "from_torch" else answer.LossScaler
+        loads = torchs if direction == "to_torch" else answer.LossScaler
+        saved, whole = saves(**options), torchs(**options)
+        optimizers = [
+            torch.optim.SGD([nn.Parameter(torch.ones(3, device=device))]) for _ in range(2)
+        ]
+        script = (None, math.inf, None, None, None, None, math.inf, None, None)
+        want = _scales(whole, optimizers[1], script)[3:]
+        _scales(saved, optimizers[0], script[:4])
+        state, loaded = saved.state_dict(), loads()
+        _scales(saved, optimizers[0], (math.inf,))  # what comes after must not leak into it
+        loaded.load_state_dict(state)
+        kinds = {type(value).__name__ for value in state.values()}
+        check(
+            kinds <= {"int", "float"},
+            expected="a state of ints and floats",
+            got=kinds,
+            cause="a tensor in the state changes with the scaler after the save",
+        )
+        got = [loaded.get_scale(), *_scales(loaded, optimizers[0], script[4:])]
         cause = "a number is missing in the state: scale, factors, interval or good steps so far"
         check_equal(got, want, "scales from the save on", cause=cause)
 
-    @pytest.mark.saves
-    def test_works_in_place(self, answer, reference, device):
-        """Eight gradients of G bytes: looking for infinities may take two of G at a time.
+    @pytest.mark.exact("LossScaler", "init_scale")
+    def test_starts_as_gradscaler_starts(self, answer, device):
+        cause = "the defaults are others, or the keys are"
+        want = GradScaler(device.type).state_dict()
+        check_equal(answer.LossScaler().state_dict(), want, "state by default", cause=cause)
 
-        Copies of all eight would be 8 G, so the bar is 3 G.
-        """
+    @pytest.mark.saves("LossScaler", 5)
+    def test_unscales_in_place(self, answer, reference, device):
+        """Eight gradients of G bytes, and nothing that has the size of one of them."""
         size = 64 * 1024
 
         def peak(module: object) -> int:
-            params = weights(*[size] * 8, device=device)
+            params = [nn.Parameter(torch.ones(size, device=device)) for _ in range(8)]
             optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
+            for p in params:
+                p.grad = torch.full_like(p, 4.0)
             scaler = module.LossScaler()
-            give_gradients(params, 4.0)
-            reading = measure(
-                lambda: scaler.unscale_(optimizer),
-                device,
-                known=[optimizer, *params, *grads_of(params)],
-            )
-            return reading.above_baseline
+            known = [optimizer, *params, *(p.grad for p in params)]
+            return measure(lambda: scaler.unscale_(optimizer), device, known=known).above_baseline
 
         check_bar(
             "peak of unscale_ above its baseline",
             peak(answer),
-            3 * 4 * size,
+            size,
             plain=8 * 4 * size,
             reference=peak(reference),
-            formula="3 x one gradient of eight",
-            cause="gradients are divided into copies, or joined into one long tensor",
+            formula="a quarter of one gradient of eight",
+            cause="a gradient is copied, or a mask as long as it is made: aminmax() or an "
+            "infinity norm needs neither",
         )
+
+    @pytest.mark.survives("LossScaler", 1)
+    def test_optimizers_share_one_scale(self, answer, device):
+        """Two of them, in any order, each with overflows or without; one update for both."""
+        which = st.permutations([0, 1])
+        bad = st.tuples(*[st.sampled_from((None, math.inf))] * 2)
+        calls = st.lists(st.tuples(which, bad), min_size=1, max_size=4).map(
+            lambda rs: [
+                call
+                for order, bads in rs
+                for call in (
+                    *(Call("backward", n, bad=bads[n]) for n in order),
+                    *(Call("step", n) for n in order),
+                    Call("update"),
+                )
+            ]
+        )
+        cause = "overflows, or good steps, are kept for all together or for the last one only"
+        for_all(
+            calls,
+            lambda case: agree(
+                answer, device, case, cause=cause, count=2, init_scale=8.0, growth_interval=2
+            ),
+        )
+
+    @pytest.mark.survives("LossScaler", 2)
+    def test_does_not_grow_out_of_float32(self, answer, device):
+        """Twice 2**127 is above float32's largest number, and GradScaler stays."""
+        calls = [Call("backward", value=0.0), Call("step"), Call("update")] * 4
+        cause = "the scale grows without end, and then every gradient is infinite"
+        agree(answer, device, calls, cause=cause, init_scale=2.0**126, growth_interval=1)
+
+    @pytest.mark.survives("LossScaler", 3)
+    def test_refuses_float16_gradients(self, answer, device):
+        """They mean a model that was cast: divided in float16, small gradients underflow again."""
+        dtypes = (torch.float32, torch.float64, torch.float16)
+        params = [nn.Parameter(torch.ones(3, dtype=dtype, device=device)) for dtype in dtypes]
+        for p in params:
+            p.grad = torch.full_like(p, 6.0)
+        scaler = answer.LossScaler(init_scale=8.0)
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        before = Snapshot(nn.ParameterList(params), optimizer)
+        call = lambda: scaler.unscale_(optimizer)  # noqa: E731
+        check_raises(call, ValueError, mentions=["float16"], when="for a float16 gradient")
+        before.check_unchanged("the refused call", cause="divided before it was checked")
+        optimizer.param_groups[0]["params"].pop()
+        scaler.step(optimizer)
+        cause = "everything but float32 is refused, or the refused call has left a trace"
+        got = [p.detach()[0].item() for p in params[:2]]
+        check_equal(got, [0.25, 0.25], "float32 and float64 weight", cause=cause)
+
+    @pytest.mark.survives("LossScaler", 4)
+    def test_huge_but_finite_gradients_are_no_overflow(self, answer, device):
+        """Four times 3e38 is above float32's largest; each of them is not."""
+        calls = [Call("backward", value=1.5e38), Call("step"), Call("update")]
+        cause = "the sum or the norm of a gradient is looked at, not its elements"
+        agree(answer, device, calls, cause=cause, init_scale=2.0, growth_interval=3)
+
+    @pytest.mark.survives("LossScaler", 6)
+    def test_leaves_parameters_without_a_gradient_alone(self, answer, device):
+        calls = rounds(
+            backward(missing=st.sampled_from((None, 0, 1, 2)), **OVERFLOW_ANYWHERE), STEP
+        )
+        cause = "a parameter without a gradient is stepped, or ends the step"
+        for_all(calls, lambda case: agree(answer, device, case, cause=cause, init_scale=8.0))
+
+    @pytest.mark.survives("LossScaler", 7)
+    def test_refuses_calls_out_of_order(self, answer, device):
+        """Any calls in any order for two optimizers, with the scaler saved and loaded between."""
+        number = st.sampled_from((0, 1))
+        either = st.builds(Call, st.sampled_from(("unscale_", "step")), number)
+        gradients = backward(optimizer=number, bad=st.sampled_from((None, math.inf)))
+        ready = [Call("backward", 0), Call("backward", 1)]
+        calls = st.lists(st.one_of(either, gradients, UPDATE, RELOAD), min_size=1, max_size=8)
+        cause = "what was done since the last update is not kept for each optimizer"
+        for_all(
+            calls,
+            lambda case: agree(
+                answer, device, ready + case, cause=cause, count=2, init_scale=8.0
+            ),
+            examples=100,
+        )
+
+    @pytest.mark.survives("LossScaler", "Raises")
+    @pytest.mark.parametrize(
+        ("option", "values"),
+        [
+            ("init_scale", (0.0, -4.0, math.inf, math.nan)),
+            ("growth_factor", (1.0, 0.5, math.nan)),
+            ("backoff_factor", (1.0, 1.5, 0.0, -0.5, math.nan)),
+            ("growth_interval", (0, -1)),
+        ],
+    )
+    def test_refuses_options_out_of_range(self, answer, option, values):
+        for value in values:
+            check_raises(
+                lambda value=value: answer.LossScaler(**{option: value}),
+                ValueError,
+                mentions=[value],
+                when=f"for LossScaler({option}={value})",
+            )
+
+    @pytest.mark.survives("train_step", "scaler")
+    def test_train_step_takes_it_as_it_takes_gradscaler(self, answer, device):
+        """Five steps, the third with an overflow: the same weights, scales and skips."""
+
+        def run(scaler):
+            draw.seed(5)
+            model = mlp(6, 8, 2, device=device)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            told = []
+            for number in range(5):
+                batch = draw.randn(4, 6, device=device), draw.randn(4, 2, device=device)
+                if number == 2:
+                    batch[1][0, 0] = math.inf
+                result = answer.train_step(
+                    model, batch, mse, optimizer, scaler, dtype=torch.float16, max_norm=1.0
+                )
+                told.append((result.skipped, scaler.get_scale()))
+            return [p.detach() for p in model.parameters()], told
+
+        options = {"init_scale": 256.0, "growth_interval": 2}
+        true, true_told = run(GradScaler(device.type, **options))
+        got, got_told = run(answer.LossScaler(**options))
+        cause = "train_step uses more of the scaler than its Protocol names"
+        check_equal(got_told, true_told, "(skipped, scale) after each step", cause=cause)
+        for mine, theirs in zip(got, true, strict=True):
+            check_equal(mine, theirs, "weights after five steps", cause=cause)
+
+
+def _scales(scaler, optimizer, script):
+    """The scale after each step of a script of gradients, good (None) and bad."""
+    (param,) = optimizer.param_groups[0]["params"]
+    scaler.scale(torch.zeros((), device=param.device))  # GradScaler makes its scale here
+    scales = []
+    for bad in script:
+        param.grad = torch.full_like(param, 1.0 if bad is None else bad)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales

@@ -1,21 +1,25 @@
-"""Many steps: the schedule, real text in three precisions, and stopping and resuming."""
+"""Many steps: batches, schedule, real text, and a stop at any step that leaves no trace."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_close, check_equal
-from kit.laws.precisions import DTYPES
+from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
+from kit.laws.precisions import scaler_for
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.memory.ruler import measure
-from specs.amp_loop.runs import Run, batches
+from specs.amp_loop.laws import RUN
+from specs.amp_loop.runs import BATCHES, Unsavable, full_disk, go_on, load, run, save
+from specs.amp_loop.scenarios import BAD_OPTIONS, no_pairs
+
+PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 
 
 class TestPart3Train:
@@ -23,69 +27,40 @@ class TestPart3Train:
 
     subject = "train"
 
-    @pytest.mark.works
-    @DTYPES
-    def test_returns_a_result_for_each_batch_and_learns(self, answer, device, dtype):
-        """The same batch twelve times: the loss at the end is below that at the start."""
-        run = Run(dtype, device)
-        run.model[1].p = 0.0
-        results = run.train(answer, batches(1, device) * 12)
-        check_equal(len(results), 12, "number of results", cause="one for each batch")
-        first, last = results[0].loss.item(), results[-1].loss.item()
-        cause = "steps are not taken, or go the wrong way"
-        check(last < first, expected=f"a loss below the first ({first:.4g})", got=last, cause=cause)
+    @pytest.mark.works("train", "batches")
+    def test_takes_a_step_for_each_batch(self, answer, device):
+        RUN.hold(answer, device, "a plain run", "a clipped run", "no batches", "dropout")
 
-    @pytest.mark.exact
-    def test_the_scheduler_stays_where_it_is_after_a_skipped_step(self, answer, device):
-        """Eight batches, three of them overflow: five steps of the schedule, not eight."""
-        run = Run(torch.float16, device)
-        results = run.train(answer, batches(8, device, overflow_at=(0, 3, 4)))
-        skipped = [number for number, result in enumerate(results) if result.skipped]
-        check_equal(skipped, [0, 3, 4], "skipped steps", cause="overflows are not told")
-        check_close(
-            run.scheduler.get_last_lr()[0],
-            0.02 * 0.5 ** (5 // 2),
-            "learning rate after five steps taken",
-            cause="the scheduler advances for every batch",
+    @pytest.mark.exact("train", "scheduler")
+    def test_the_schedule_follows_the_steps_that_were_taken(self, answer, device):
+        RUN.hold(
+            answer,
+            device,
+            "no schedule",
+            *(f"an overflow at batch {number}" for number in (1, 2, 4, 7)),
         )
 
-    @pytest.mark.exact
-    @DTYPES
-    def test_resumes_to_the_same_bits(self, answer, device, tmp_path, dtype):
-        """Seven steps at once, or three, a save, new objects, a load, and four: no bit differs.
+    @pytest.mark.exact("train", "batches")
+    def test_takes_batches_one_at_a_time(self, answer, device):
+        """The weights have moved n times when batch n + 1 is asked for."""
+        model = mlp(3, 2, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
 
-        Dropout is on, the schedule is between two drops, the scale between two growths.
-        """
-        overflow = (1,) if dtype == torch.float16 else ()
-        data = batches(7, device, overflow_at=overflow)
-        whole = Run(dtype, device)
-        whole_results = whole.train(answer, data)
+        def data() -> Iterator[tuple[Tensor, Tensor]]:
+            for _ in range(3):
+                seen.append(model[0].weight.detach().clone())
+                yield torch.ones(2, 3, device=device), torch.ones(2, 2, device=device)
 
-        first = Run(dtype, device)
-        first.train(answer, data[:3])
-        path = tmp_path / "run.pt"
-        answer.save_checkpoint(path, *first.parts)
-        first.train(answer, data[3:5])  # what comes after the save must not leak into it
-        second = Run(dtype, device)
-        draw.seed(99)
-        answer.load_checkpoint(path, *second.parts)
-        results = second.train(answer, data[3:])
-
-        losses = [r.loss.item() for r in results]
-        want = [r.loss.item() for r in whole_results[3:]]
-        cause = "something is not saved: random state, optimizer, scale or schedule"
-        check_equal(losses, want, "losses after resuming", cause=cause)
-        for name, value in whole.model.state_dict().items():
-            check_equal(second.model.state_dict()[name], value, name, cause=cause)
-        check_equal(
-            second.scheduler.state_dict(), whole.scheduler.state_dict(), "schedule", cause=cause
+        answer.train(model, data(), mse, optimizer, dtype=torch.float32)
+        check(
+            len({tuple(weight.flatten().tolist()) for weight in seen}) == 3,
+            expected="a step between one batch and the next",
+            got="weights that have not moved when the next batch is asked for",
+            cause="the batches are drained into a list before training",
         )
-        if whole.scaler and second.scaler:
-            check_equal(
-                second.scaler.state_dict(), whole.scaler.state_dict(), "scaler", cause=cause
-            )
 
-    @pytest.mark.exact
+    @pytest.mark.exact("train_step", "dtype")
     def test_learns_real_text_as_well_as_float32(self, answer, device):
         """50 steps of a byte-level transformer: the mean of the last ten losses within 0.2 %.
 
@@ -96,33 +71,55 @@ class TestPart3Train:
             draw.seed(1)
             model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
             model.to(device)
-            # A scale that overflows at first would skip steps, and learn from fewer batches.
-            half = dtype == torch.float16
-            scaler = GradScaler(device.type, init_scale=1024.0) if half else None
             results = answer.train(
                 model,
                 ((x.to(device), y.to(device)) for x, y in text_batches(50, batch=4, length=17)),
                 lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
                 torch.optim.Adam(model.parameters(), lr=0.003),
-                scaler,
+                # A scale that overflows at first would skip steps, and learn from fewer batches.
+                scaler_for(dtype, device, init_scale=1024.0),
                 dtype=dtype,
                 max_norm=1.0,
             )
             return sum(result.loss.item() for result in results[-10:]) / 10
 
         full = last_losses(torch.float32)
-        check(
-            full < 4,
-            expected="a float32 loss below 4 (ln 256 = 5.5)",
-            got=full,
-            cause="no learning",
-        )
+        below_start = full < 4
+        expected = "a float32 loss below 4 (ln 256 = 5.5)"
+        check(below_start, expected=expected, got=full, cause="no learning")
         cause = "gradients underflow or are clipped while scaled, or weights are 16-bit"
         for dtype in (torch.bfloat16, torch.float16):
             got = last_losses(dtype)
             check_close(got, full, f"loss on text in {dtype}", rtol=0.002, cause=cause)
 
-    @pytest.mark.saves
+    @pytest.mark.exact("load_checkpoint", "resume")
+    @PRECISIONS
+    def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
+        """Stopped after 0 to 5 of 6 steps; dropout, batch norm, schedule and scale in between."""
+        whole = run(precision, device)
+        losses = go_on(whole, 0, BATCHES)
+        want = whole.now()
+        cause = "it is not saved, or not loaded, or what came after the save has leaked into it"
+        for stop in range(BATCHES):
+            path = tmp_path / f"{stop}.pt"
+            first = run(precision, device)
+            go_on(first, 0, stop)
+            save(answer, path, first)
+            go_on(first, stop, BATCHES)
+            draw.seed(99)
+            second = run(precision, device)
+            load(answer, path, second)
+            got = go_on(second, stop, BATCHES)
+            where = f"after a stop at step {stop}"
+            now = second.now()
+            for name in ("buffers", "weights", "scaler", "optimizer groups", "optimizer state"):
+                _check_same_bits(now[name], want[name], f"{name} {where}", cause)
+            schedules = second.scheduler.state_dict(), whole.scheduler.state_dict()
+            check_equal(*schedules, f"schedule {where}", cause=cause)
+            check_equal(got, losses[stop:], f"losses {where}", cause=cause)
+            check_equal(now["random state"], want["random state"], "random state", cause=cause)
+
+    @pytest.mark.saves("train", "memory")
     def test_memory_does_not_grow_with_the_number_of_steps(self, answer, reference, device):
         """Twelve steps hold no more than two: bar 1.05 x the peak of two."""
 
@@ -141,7 +138,7 @@ class TestPart3Train:
             )
             return reading.above_baseline
 
-        two, one_batch = peak(answer, 2), 2 * 256 * 16 * 4
+        two, one_batch = peak(reference, 2), 2 * 256 * 16 * 4
         check_bar(
             "peak of twelve steps above the baseline",
             peak(answer, 12),
@@ -151,3 +148,109 @@ class TestPart3Train:
             formula="1.05 x the peak of two steps; plain keeps ten more batches",
             cause="batches are all fetched first or kept, or something else of every step is",
         )
+
+    @pytest.mark.survives("train", "Raises")
+    def test_refuses_what_train_step_refuses(self, answer, device):
+        """The three batches before a bad one count."""
+        RUN.hold(answer, device, *no_pairs(3), *BAD_OPTIONS)
+
+    @pytest.mark.survives("train", "untouched")
+    def test_an_error_ends_the_run(self, answer, device):
+        RUN.hold(
+            answer, device, "the model fails at the third batch", "Ctrl-C at the third batch"
+        )
+
+    @pytest.mark.survives("save_checkpoint", "saved")
+    def test_a_save_changes_nothing(self, answer, device, tmp_path):
+        """Not even the random state; the path may be a string."""
+        world = run("fp16", device)
+        go_on(world, 0, 3)
+        before = world.now()
+        save(answer, str(tmp_path / "run.pt"), world)
+        for name, value in world.now().items():
+            _check_same_bits(value, before[name], f"{name} after the save", "the save changes it")
+
+    @pytest.mark.survives("save_checkpoint", "atomic")
+    @pytest.mark.parametrize("old", [True, False], ids=["second_save", "first_save"])
+    def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path, old):
+        """The disk is full at any moment, pickling fails, Ctrl-C, the rename fails."""
+        world, path = run("fp32", device), tmp_path / "run.pt"
+        save(answer, path, world)
+        whole = path.read_bytes()
+        go_on(world, 0, 2)
+        for failure in ("full 0", "full 1", "full 2", "full 3", "OSError", "RuntimeError", "Ctrl-C", "rename"):
+            if not old:
+                path.unlink(missing_ok=True)
+            raised = _fails(failure, lambda: save(answer, path, world), world, len(whole))
+            what = f"in a save that failed ({failure})"
+            check(raised, expected=f"the error {what}", got="none", cause="it is swallowed")
+            files = sorted(file.name for file in tmp_path.iterdir())
+            cause = "half a file is left, or the file from before is gone: write beside, rename"
+            check_equal(files, ["run.pt"] if old else [], f"files {what}", cause=cause)
+            same = not old or path.read_bytes() == whole
+            cause = "the file is written in place: write beside it, then os.replace"
+            check(same, expected=f"the file from before {what}", got="another", cause=cause)
+
+    @pytest.mark.survives("load_checkpoint", "Raises")
+    @pytest.mark.parametrize("part", ["grad_scaler", "scheduler"])
+    @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not_saved"])
+    def test_refuses_to_load_what_was_not_saved(self, answer, device, tmp_path, part, saved):
+        world, path = run("fp16", device), tmp_path / "run.pt"
+        go_on(world, 0, 2)
+        other = run("fp16", device)
+        setattr(other if saved else world, part, None)
+        save(answer, path, world)
+        draw.seed(99)
+        before = other.now()
+        check_raises(
+            lambda: load(answer, path, other),
+            ValueError,
+            mentions=[part.removeprefix("grad_")],
+            when=f"for a checkpoint {'with' if saved else 'without'} a {part}",
+        )
+        cause = "parts are loaded while others are still to be checked"
+        for name, value in other.now().items():
+            _check_same_bits(value, before[name], f"{name} after the refused load", cause)
+
+
+def _check_same_bits(got, want, what: str, cause: str) -> None:
+    __tracebackhide__ = True
+    if isinstance(want, dict):
+        check_equal([*got], [*want], f"names in {what}", cause=cause)
+        for key, value in want.items():
+            _check_same_bits(got[key], value, f"{key} of {what}", cause)
+    elif isinstance(want, list):
+        for one, other in zip(got, want, strict=True):
+            _check_same_bits(one, other, what, cause)
+    else:
+        check_equal(got, want, what, cause=cause)
+
+
+def _fails(failure: str, call, world, size: int) -> bool:
+    """Whether the call raised when the disk, the pickling or the rename failed."""
+    kind, _, part = failure.partition(" ")
+    errors = {"OSError": OSError, "RuntimeError": RuntimeError, "Ctrl-C": KeyboardInterrupt}
+    if kind in errors:
+        Unsavable.error = errors[kind]
+        world.model.register_buffer("breaks", Unsavable(torch.zeros(5)))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "full":
+                with full_disk(int(part) * size // 4):
+                    call()
+            else:
+                if kind == "rename":
+                    for name in ("replace", "rename"):
+                        patch.setattr(os, name, _no_rename)
+                call()
+    except NotImplementedError:
+        raise
+    except (OSError, RuntimeError, KeyboardInterrupt):
+        return True
+    finally:
+        world.model._buffers.pop("breaks", None)
+    return False
+
+
+def _no_rename(*args, **kwargs) -> None:
+    raise OSError("no rename")

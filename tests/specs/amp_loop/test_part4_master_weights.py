@@ -1,4 +1,4 @@
-"""A 16-bit model with float32 masters: small updates, scaled gradients, 16 bytes a parameter."""
+"""A 16-bit model with float32 masters, beside plain float32 training, and its 16 bytes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from hypothesis import strategies as st
+from torch import nn
 
-from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
+from kit.laws.checks import check, check_bar, check_equal, check_raises
 from kit.laws.precisions import HALVES
+from kit.laws.sequences import for_all
 from kit.laws.toys import mlp
 from kit.memory.ruler import bytes_of, measure
+from specs.amp_loop.master_weights import (
+    OPTIMIZERS,
+    OVERFLOWS,
+    agree,
+    calls,
+    give_gradients,
+    layer,
+    tangled,
+)
 
-
-def layer(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
-    return mlp(5, 3, device=device)[0].to(dtype)
-
-
-def sgd(params: list[Tensor], lr: float = 1.0) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr)
-
-
-def give_gradients(model: nn.Module, value: float) -> None:
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad = torch.full_like(p, value)
+NAMES = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
 class TestPart4MasterWeights:
@@ -35,74 +33,83 @@ class TestPart4MasterWeights:
 
     subject = "MasterWeights"
 
-    @pytest.mark.works
+    @pytest.mark.works("MasterWeights", "step")
     @HALVES
     def test_learns_from_updates_too_small_for_sixteen_bits(self, answer, device, dtype):
         """200 updates of 2**-13 on weights of 1.0: alone each is rounded away, together 0.0244."""
         model = layer(device, dtype)
         nn.init.ones_(model.weight)
-        trainer = answer.MasterWeights(model, lambda params: sgd(params, lr=2.0**-13))
+        trainer = answer.MasterWeights(model, lambda params: torch.optim.SGD(params, lr=2.0**-13))
         for _ in range(200):
             give_gradients(model, 1.0)
-            check(
-                trainer.step() is True,
-                expected="True for a step",
-                got=False,
-                cause="a good step is taken for an overflow, or nothing is returned",
-            )
+            taken = trainer.step()
+            check_equal(taken, True, "the result of step()", cause="a good step is refused")
         want = torch.full_like(model.weight, 1 - 200 * 2.0**-13).detach()
-        cause = "the optimizer works on the 16-bit weights, or masters are rounded on the way"
-        check_equal(model.weight.detach(), want, "weight after 200 updates", cause=cause)
-
-    @pytest.mark.exact
-    @HALVES
-    def test_is_float32_training_rounded(self, answer, device, dtype):
-        """The masters are what float32 Adam makes of these gradients, the model their rounding."""
-        model = layer(device, dtype)
-        twin = copy.deepcopy(model).float()
-        trainer = answer.MasterWeights(model, lambda params: torch.optim.Adam(params, lr=0.003))
-        adam = torch.optim.Adam(twin.parameters(), lr=0.003)
-        for _ in range(5):
-            trainer.zero_grad()
-            model(draw.randn(4, 5, device=device, dtype=dtype)).square().sum().backward()
-            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                q.grad = p.grad.float()
-            adam.step()
-            trainer.step()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            cause = "masters start from, or are stepped with, something else than 16-bit values"
-            check_equal(p.detach(), q.detach().to(dtype), "weight after five steps", cause=cause)
-        for master, q in zip(trainer.masters, twin.parameters(), strict=True):
-            check_equal(master.detach(), q.detach(), "master after five steps", cause=cause)
-
-    @pytest.mark.exact
-    def test_divides_by_the_loss_scale_in_float32(self, answer, device):
-        """2**-14 / 65536 = 2**-30 is nothing in float16, and something in float32."""
-        model = layer(device, torch.float16)
-        trainer = answer.MasterWeights(model, sgd)
-        before = [master.detach().clone() for master in trainer.masters]
-        give_gradients(model, 2.0**-14)
-        seen = []
-        trainer.optimizer.register_step_pre_hook(
-            lambda *_: seen.extend(m.grad.clone() for m in trainer.masters)
+        check_equal(
+            model.weight.detach(),
+            want,
+            "weight after 200 updates",
+            cause="masters are rounded on the way, or not rounded into the model",
+            suspects={
+                "the optimizer works on the 16-bit weights": torch.ones_like(want),
+            },
         )
-        trainer.step(loss_scale=65536.0)
-        for gradient, master in zip(seen, before, strict=True):
-            want = torch.full_like(master, 2.0**-30)
-            cause = "gradients are divided in 16 bits and underflow, or are not divided"
-            check_equal(gradient, want, "gradient of the master", cause=cause)
 
-    @pytest.mark.saves
+    @pytest.mark.exact("MasterWeights", "step")
+    @HALVES
+    @NAMES
+    def test_is_float32_training_rounded(self, answer, device, dtype, optimizer):
+        """Good and bad gradients, scaled and not, with zero_grad or a reload between."""
+        cause = "compare with float32 training: widen, divide, look, step, round"
+        for_all(
+            calls(bad=st.sampled_from((None, None, *OVERFLOWS))),
+            lambda case: agree(answer, layer(device, dtype), optimizer, case, cause=cause),
+        )
+
+    @pytest.mark.exact("MasterWeights", "masters")
+    def test_masters_are_float32_leaves(self, answer, device):
+        model = layer(device)
+        trainer = answer.MasterWeights(model, OPTIMIZERS["Adam"])
+        got = [(tuple(m.shape), m.dtype, m.is_leaf, m.requires_grad) for m in trainer.masters]
+        want = [(tuple(p.shape), torch.float32, True, True) for p in model.parameters()]
+        cause = "shape, dtype, is_leaf and requires_grad of each, in the model's order"
+        check_equal(got, want, "masters", cause=cause)
+        held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
+        cause = "make_optimizer gets the masters"
+        check_equal(held, [id(m) for m in trainer.masters], "ids in the optimizer", cause=cause)
+
+    @pytest.mark.exact("MasterWeights", "state")
+    def test_resumes_from_a_file(self, answer, device, tmp_path):
+        """Masters, moments, and the learning rate that was set meanwhile."""
+        model = layer(device)
+        trainer = answer.MasterWeights(model, OPTIMIZERS["Adam"])
+        trainer.optimizer.param_groups[0]["lr"] = 0.0007
+        twin = copy.deepcopy(model)
+        for value in (1.0, -0.5):
+            give_gradients(model, value)
+            trainer.step()
+        torch.save(trainer.state_dict(), tmp_path / "masters.pt")
+        loaded = answer.MasterWeights(twin, OPTIMIZERS["Adam"])
+        loaded.load_state_dict(torch.load(tmp_path / "masters.pt", weights_only=True))
+        cause = "the model's own weights are not set from the masters"
+        check_equal(twin.weight.detach(), model.weight.detach(), "weight after load", cause=cause)
+        for net, which in ((model, trainer), (twin, loaded)):
+            give_gradients(net, 0.25)
+            which.step()
+        cause = "masters are made anew from 16-bit weights, or the optimizer's state is lost"
+        for mine, true in zip(loaded.masters, trainer.masters, strict=True):
+            check_equal(mine.detach(), true.detach(), "master after the resumed step", cause=cause)
+
+    @pytest.mark.saves("MasterWeights", "memory")
     def test_holds_sixteen_bytes_a_parameter(self, answer, reference, device):
         """2 weight + 2 gradient + 4 master + 8 Adam; with float32 gradients kept it would be 20.
 
         The bar adds 1 % for step counters and the rounding of storages to 512 bytes.
         """
-        model_of = lambda: mlp(320, 480, device=device)[0].to(torch.bfloat16)  # noqa: E731
         count = 320 * 480 + 480
 
         def held(module: object) -> int:
-            model = model_of()
+            model = mlp(320, 480, device=device)[0].to(torch.bfloat16)
             kept = []
 
             def step() -> None:
@@ -122,174 +129,112 @@ class TestPart4MasterWeights:
             cause="float32 gradients are kept after the step, or a copy of something is",
         )
 
-    @pytest.mark.survives
-    @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=["inf", "nan"])
-    def test_an_overflow_moves_nothing_and_is_told(self, answer, device, bad):
-        model = layer(device)
-        trainer = answer.MasterWeights(model, torch.optim.Adam)
-        give_gradients(model, 1.0)
-        trainer.step()
-        masters = [master.detach().clone() for master in trainer.masters]
-        state = copy.deepcopy(trainer.optimizer.state_dict()["state"])
-        model.bias.grad[1] = bad
-        taken = trainer.step()
-        check_equal(taken, False, "step() with an overflow", cause="gradients are not looked at")
-        same = all(a.equal(b) for a, b in zip(masters, trainer.masters, strict=True))
-        counts = [s["step"].item() for s in trainer.optimizer.state_dict()["state"].values()]
-        check(
-            same and counts == [s["step"].item() for s in state.values()],
-            expected="masters and moments as before the overflow",
-            got="they changed",
-            cause="the optimizer steps before, or without, the look at the gradients",
+    @pytest.mark.survives("MasterWeights", 1)
+    def test_widens_before_it_divides(self, answer, device):
+        """2**-14 / 65536 = 2**-30 is nothing in float16, and something in float32."""
+        model = layer(device, torch.float16)
+        trainer = answer.MasterWeights(model, lambda params: torch.optim.SGD(params, lr=1.0))
+        give_gradients(model, 2.0**-14)
+        seen = []
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_: seen.extend(m.grad.clone() for m in trainer.masters)
         )
-        give_gradients(model, 1.0)
-        check_equal(trainer.step(), True, "the next good step", cause="bad gradients are kept")
+        trainer.step(loss_scale=65536.0)
+        for gradient, master in zip(seen, trainer.masters, strict=True):
+            check_equal(
+                gradient,
+                torch.full_like(master, 2.0**-30).detach(),
+                "gradient of a master",
+                cause="gradients are divided in 16 bits and underflow, or are not divided",
+                suspects={
+                    "gradients are divided in 16 bits": torch.zeros_like(gradient),
+                    "gradients are not divided": torch.full_like(gradient, 2.0**-14),
+                },
+            )
 
-    @pytest.mark.survives
-    def test_copies_no_frozen_and_one_tied_parameter(self, answer, device):
-        frozen, tied = layer(device), layer(device)
-        frozen.requires_grad_(False)
-        model = nn.Sequential(frozen, tied, nn.Linear(5, 3).to(device, torch.bfloat16))
-        model[2].weight = tied.weight
-        trainer = answer.MasterWeights(model, sgd)
-        shapes = [tuple(master.shape) for master in trainer.masters]
+    @pytest.mark.survives("MasterWeights", 2)
+    @HALVES
+    def test_trains_a_model_with_frozen_and_tied_parameters(self, answer, device, dtype):
         cause = "frozen parameters need no master, and a tied one needs one"
-        check_equal(shapes, [(3, 5), (3,), (3,)], "shapes of the masters", cause=cause)
+        for_all(
+            calls(),
+            lambda case: agree(answer, tangled(device, dtype), "SGD", case, cause=cause),
+            examples=10,
+        )
 
-    @pytest.mark.survives
-    def test_a_weight_without_a_gradient_stays_where_it_is(self, answer, device):
-        """Adam must not move one on an old gradient, nor decay its moments."""
-        model = layer(device)
-        trainer = answer.MasterWeights(model, torch.optim.Adam)
-        give_gradients(model, 1.0)
-        trainer.step()
-        before = trainer.masters[1].detach().clone()
-        trainer.zero_grad()
-        cause = "zero_grad leaves 16-bit gradients"
-        check_equal([p.grad for p in model.parameters()], [None, None], "gradients", cause=cause)
-        model.weight.grad = torch.ones_like(model.weight)
-        trainer.step()
+    @pytest.mark.survives("MasterWeights", 3)
+    @NAMES
+    def test_leaves_a_parameter_without_a_gradient_alone(self, answer, device, optimizer):
+        """Momentum and moments must not move it, after an overflow or a reload either."""
         cause = "a gradient of an earlier step is used again"
-        check_equal(trainer.masters[1].detach(), before, "master without gradient", cause=cause)
-
-    @pytest.mark.survives
-    def test_resumes_from_the_masters_not_from_their_rounding(self, answer, device, tmp_path):
-        """Three steps, or two, a save to a file, a load into new objects, and one."""
-
-        def start() -> tuple[nn.Module, object]:
-            draw.seed(2)
-            model = layer(device)
-            return model, answer.MasterWeights(model, lambda p: torch.optim.Adam(p, lr=0.0007))
-
-        def step(model: nn.Module, trainer: object, value: float) -> None:
-            give_gradients(model, value)
-            trainer.step()
-
-        model, trainer = start()
-        for value in (1.0, -0.5):
-            step(model, trainer, value)
-        torch.save(trainer.state_dict(), tmp_path / "masters.pt")
-        saved_weight = model.weight.detach().clone()
-        step(model, trainer, 0.25)
-        new_model, new_trainer = start()
-        new_trainer.load_state_dict(torch.load(tmp_path / "masters.pt", weights_only=True))
-        cause = "the model's own weights are not set from the masters"
-        check_equal(new_model.weight.detach(), saved_weight, "weight after the load", cause=cause)
-        step(new_model, new_trainer, 0.25)
-        cause = "masters are made anew from 16-bit weights, or the optimizer's state is lost"
-        for mine, true in zip(new_trainer.masters, trainer.masters, strict=True):
-            check_equal(mine.detach(), true.detach(), "master after the resumed step", cause=cause)
-
-    @pytest.mark.survives
-    @pytest.mark.parametrize(
-        "bad", ["float32", "no_trainable", "no_scale", "negative", "infinite", "nan"]
-    )
-    def test_refuses_bad_input(self, answer, device, bad):
-        model = layer(device)
-        trainer = answer.MasterWeights(model, sgd)
-        give_gradients(model, 1.0)
-        weight = model.weight.detach().clone()
-        call, words, when = {
-            "float32": (
-                lambda: answer.MasterWeights(mlp(5, 3, device=device), sgd),
-                ["0.weight", "float32"],
-                "for a float32 model",
+        for_all(
+            calls(
+                bad=st.sampled_from((None, math.inf)), missing=st.sampled_from((None, 0, 1))
             ),
-            "no_trainable": (lambda: answer.MasterWeights(nn.ReLU(), sgd), [], "for a ReLU"),
-            "no_scale": (lambda: trainer.step(loss_scale=0.0), ["0"], "for loss_scale=0.0"),
-            "negative": (lambda: trainer.step(loss_scale=-8.0), ["-8"], "for loss_scale=-8.0"),
-            "infinite": (lambda: trainer.step(float("inf")), ["inf"], "for loss_scale=inf"),
-            "nan": (lambda: trainer.step(math.nan), ["nan"], "for loss_scale=nan"),
-        }[bad]
-        check_raises(call, ValueError, mentions=words, when=when)
-        cause = "the input is checked too late"
-        check_close(model.weight.float(), weight.float(), "weight", cause=cause)
+            lambda case: agree(answer, layer(device), optimizer, case, cause=cause),
+        )
 
-    @pytest.mark.survives
+    @pytest.mark.survives("MasterWeights", 4)
+    def test_huge_but_finite_gradients_are_a_step(self, answer, device):
+        model = layer(device)
+        trainer = answer.MasterWeights(model, lambda params: torch.optim.SGD(params, lr=1e-38))
+        give_gradients(model, 3e38)
+        cause = "the sum or the norm of a gradient is looked at, not its elements"
+        check_equal(trainer.step(), True, "step() with gradients of 3e38", cause=cause)
+
+    @pytest.mark.survives("MasterWeights", 5)
+    def test_a_loaded_state_is_copied(self, answer, device):
+        saved = answer.MasterWeights(layer(device), OPTIMIZERS["SGD"])
+        model = layer(device)
+        loaded = answer.MasterWeights(model, OPTIMIZERS["SGD"])
+        loaded.load_state_dict(saved.state_dict())
+        before = [master.detach().clone() for master in saved.masters]
+        give_gradients(model, 1.0)
+        loaded.step()
+        cause = "the loaded masters are the saved tensors, not copies of them"
+        for mine, true in zip(saved.masters, before, strict=True):
+            check_equal(mine.detach(), true, "a saved master", cause=cause)
+
+    @pytest.mark.survives("MasterWeights", "Raises")
+    @pytest.mark.parametrize("scale", [0.0, -8.0, math.inf, math.nan])
+    def test_refuses_a_loss_scale(self, answer, device, scale):
+        model = layer(device)
+        trainer = answer.MasterWeights(model, OPTIMIZERS["SGD"])
+        give_gradients(model, 1.0)
+        before = model.weight.detach().clone()
+        when = f"for loss_scale={scale}"
+        check_raises(lambda: trainer.step(scale), ValueError, mentions=[scale], when=when)
+        check_equal(model.weight.detach(), before, "weight", cause="it is checked too late")
+
+    @pytest.mark.survives("MasterWeights", "Raises")
+    def test_refuses_a_model_that_is_not_16_bit(self, answer, device):
+        """All of it, or one layer of it; and one that has nothing to train."""
+        mixed = nn.Sequential(layer(device), nn.LayerNorm(3).to(device))
+        whole = mlp(5, 3, device=device)
+        for model, words, when in (
+            (whole, ["0.weight", "float32"], "for a float32 model"),
+            (mixed, ["1.weight", "float32"], "for a float32 LayerNorm"),
+            (nn.ReLU(), ["ReLU"], "for a ReLU"),
+        ):
+            check_raises(
+                lambda model=model: answer.MasterWeights(model, OPTIMIZERS["SGD"]),
+                ValueError,
+                mentions=words,
+                when=when,
+            )
+
+    @pytest.mark.survives("MasterWeights", "Raises")
     @pytest.mark.parametrize("count", [1, 4], ids=["too_few", "too_many"])
-    def test_a_state_with_another_number_of_masters_changes_nothing(self, answer, device, count):
-        trainer = answer.MasterWeights(layer(device), sgd)
+    def test_refuses_a_state_with_another_number_of_masters(self, answer, device, count):
+        trainer = answer.MasterWeights(layer(device), OPTIMIZERS["SGD"])
         before = [master.detach().clone() for master in trainer.masters]
         masters = [torch.zeros_like(before[0]) for _ in range(count)]
         check_raises(
             lambda: trainer.load_state_dict(trainer.state_dict() | {"masters": masters}),
             ValueError,
-            mentions=[count, 2],
+            mentions=[count],
             when=f"for {count} masters where there are 2",
         )
         same = all(a.equal(b) for a, b in zip(before, trainer.masters, strict=True))
         cause = "the number is checked too late, or by zip(strict=True) on the way"
         check(same, expected="masters as before the refused load", got="others", cause=cause)
-
-    @pytest.mark.survives
-    def test_looks_at_the_dtype_of_every_trainable_parameter_and_of_no_other(self, answer, device):
-        model = nn.Sequential(layer(device), nn.LayerNorm(3).to(device))
-        check_raises(
-            lambda: answer.MasterWeights(model, sgd),
-            ValueError,
-            mentions=["1.weight", "float32"],
-            when="for a float32 LayerNorm",
-        )
-        model[1].requires_grad_(False)
-        cause = "frozen parameters may have any dtype"
-        check_equal(len(answer.MasterWeights(model, sgd).masters), 2, "masters", cause=cause)
-
-    @pytest.mark.survives
-    def test_float32_gradients_go_after_an_overflow_too(self, answer, device):
-        """Kept, the old infinity would stop the next step of a weight that has no gradient."""
-        model = layer(device)
-        trainer = answer.MasterWeights(model, torch.optim.Adam)
-        give_gradients(model, math.inf)
-        trainer.step()
-        trainer.zero_grad()
-        cause = "step() returns early and leaves the masters' gradients"
-        grads = [master.grad for master in trainer.masters]
-        check_equal(grads, [None, None], "gradients of the masters", cause=cause)
-        model.weight.grad = torch.ones_like(model.weight)
-        check_equal(trainer.step(), True, "the next step, without a bias gradient", cause=cause)
-
-    @pytest.mark.survives
-    def test_huge_but_finite_gradients_are_a_step(self, answer, device):
-        model = layer(device)
-        trainer = answer.MasterWeights(model, lambda params: sgd(params, lr=1e-38))
-        give_gradients(model, 3e38)
-        cause = "the sum or the norm of a gradient is looked at, not its elements"
-        check_equal(trainer.step(), True, "step() with gradients of 3e38", cause=cause)
-
-    @pytest.mark.survives
-    def test_a_loaded_trainer_is_one_of_its_own(self, answer, device):
-        """Its steps do not move the masters that were saved; the learning rate came along."""
-        one, other = layer(device), layer(device)
-        saved = answer.MasterWeights(one, sgd)
-        saved.optimizer.param_groups[0]["lr"] = 0.25
-        loaded = answer.MasterWeights(other, sgd)
-        loaded.load_state_dict(saved.state_dict())
-        before = [master.detach().clone() for master in saved.masters]
-        give_gradients(other, 1.0)
-        loaded.step()
-        same = all(a.equal(b) for a, b in zip(before, saved.masters, strict=True))
-        cause = "the loaded masters are the saved tensors, not copies of them"
-        check(same, expected="the saved masters as they were", got="they moved", cause=cause)
-        rate = loaded.optimizer.param_groups[0]["lr"]
-        cause = "only the optimizer's tensors are saved, not its groups"
-        check_equal(rate, 0.25, "learning rate of the loaded optimizer", cause=cause)

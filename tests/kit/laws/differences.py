@@ -1,0 +1,93 @@
+"""What differs between what came and what was expected, in words: the kit's own, for every spec."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+# Factors that are told as "1/3" or "64"; others are told as a number.
+_LARGEST_DIVISOR = 64
+
+
+def show(value: Tensor) -> str:
+    """A tensor in a few words: a number, or its first values, with shape and dtype."""
+    kind = str(value.dtype).removeprefix("torch.")
+    if value.dim() == 0:
+        return f"{value.item():.6g} ({kind})"
+    first = ", ".join(f"{number:.4g}" for number in value.detach().flatten()[:4].tolist())
+    more = ", ..." if value.numel() > 4 else ""
+    return f"[{first}{more}] ({kind}, shape {tuple(value.shape)})"
+
+
+def differences(got: object, want: object) -> str:
+    """`got` in a few words, and how it differs from `want`: NaN, zero, a multiple, or where."""
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor):
+        return str(got)
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return show(got)
+    words = _kind(got, want)
+    return f"{show(got)}: {words}" if words else show(got)
+
+
+def _kind(got: Tensor, want: Tensor) -> str:
+    mine, true = got.detach().flatten(), want.detach().flatten()
+    if mine.numel() == 0:
+        return ""
+    if mine.is_complex() or not mine.dtype.is_floating_point:
+        return _first(mine, true, got.shape)
+    mine, true = mine.double(), true.double()
+    if bool(true.isfinite().all()):
+        if bool(mine.isnan().any()):
+            return f"NaN{_at(mine.isnan(), got.shape)}"
+        if bool(mine.isinf().any()):
+            return f"infinite{_at(mine.isinf(), got.shape)}"
+        if bool((mine == 0).all()):
+            return "zero" if got.dim() == 0 else "zero everywhere"
+        factor = multiple(mine, true)
+        if factor:
+            return f"{factor} x what is expected" + (", everywhere" if got.dim() else "")
+    return _first(mine, true, got.shape)
+
+
+def multiple(got: Tensor, want: Tensor) -> str:
+    """The one factor between both, as a whole number or a fraction if it is one; or nothing."""
+    there = want.abs() > 1e-12 * want.abs().max()
+    if not bool(there.any()) or not bool((got[~there] == 0).all()):
+        return ""
+    factors = got[there] / want[there]
+    factor = factors.median().item()
+    if abs(factor - 1) < 1e-3 or not bool(((factors / factor - 1).abs() < 1e-3).all()):
+        return ""
+    near = Fraction(factor).limit_denominator(_LARGEST_DIVISOR)
+    if near and abs(float(near) / factor - 1) < 1e-3 and 1 in (abs(near.numerator), near.denominator):
+        return str(near)
+    # Of one number alone every ratio is a factor: only a plain one says something.
+    return f"{factor:.4g}" if factors.numel() > 1 else ""
+
+
+def _first(mine: Tensor, true: Tensor, shape: torch.Size) -> str:
+    if len(shape) == 0:
+        return ""
+    other = (mine != true) & ~(mine.isnan() & true.isnan())
+    if not bool(other.any()):
+        return ""
+    if mine.dtype.is_floating_point:
+        # Where it is far off, not where it is rounded.
+        gap = (mine - true).abs().nan_to_num(nan=torch.inf)
+        other = gap > 0.5 * gap[gap.isfinite()].max() if bool(gap.isfinite().any()) else other
+    index = int(other.nonzero()[0, 0])
+    return f"{mine[index].item():.6g} for {true[index].item():.6g}{_at(other, shape)}"
+
+
+def _at(where: Tensor, shape: torch.Size) -> str:
+    if len(shape) == 0:
+        return ""
+    rest, places = int(where.flatten().nonzero()[0, 0]), []
+    for size in reversed(shape):
+        places.append(rest % size)
+        rest //= size
+    count = int(where.sum())
+    more = f" and {count - 1} more" if count > 1 else ""
+    return f" at {list(reversed(places))}{more}"

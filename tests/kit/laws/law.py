@@ -1,0 +1,265 @@
+"""One law: what is seen of an answer is what is seen of the oracle, apart from what is free.
+
+    STEP = Law("amp_loop", "train_step", call, oracle.train_step, scenarios, FREE, CLAUSES)
+
+    def test_no_foreign_parameter_counts(self, answer, device):
+        STEP.hold(answer, device, "a foreign parameter", "a frozen parameter")
+
+A spec is one sentence of the contract, and names the scenarios in which it is tried. `FREE` is what
+the contract leaves open. The cause of a failure is computed: each mistake of the catalogue is put
+into the same scenarios, and where the answer differs just as a mistake does, in every scenario of
+the table, that mistake is the cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from kit.answers import loading
+from kit.catalog import find_kata
+from kit.laws import differences as words
+from kit.laws.checks import SpecFailure, fail
+from kit.laws.trace import Described, Planted, PlantedInterrupt, Trace, World, observe
+
+# The oracle computes in the same precision, so only the order of sums may differ. Inside an autocast
+# of the caller the backward pass may run in it or not.
+_NEAR, _NEAR_UNDER_AUTOCAST = 1e-4, 2**-5
+_EXACT = 1e-9  # of numbers that nobody rounds
+
+# (observable, when): nothing is asked of an observable that matches, in such a world.
+Free = tuple[str, Callable[[Trace, World], bool]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    scenario: str
+    observable: str
+    want: Any
+    got: Any
+
+
+@dataclass
+class Law:
+    """What holds for one function of a kata, in all of its scenarios.
+
+    Attributes:
+        call: how an answer is called in a world.
+        oracle: what it should do there.
+        free: what the contract leaves open.
+        clauses: the start of an observable's name, to the clause of the contract about it and to
+            what a difference most likely means.
+    """
+
+    kata: str
+    function: str
+    call: Callable[[ModuleType, World], Any]
+    oracle: Callable[[World], Any]
+    scenarios: Mapping[str, Callable[[], World]]
+    free: tuple[Free, ...]
+    clauses: Mapping[str, tuple[str, str]]
+    _right: dict[str, Trace] = field(default_factory=dict)
+    _guesses: dict[tuple[str, str], Trace | None] = field(default_factory=dict)
+
+    def hold(self, answer: ModuleType, device: torch.device, *names: str) -> None:
+        """Fail unless the answer does as the oracle in every scenario whose name starts so."""
+        __tracebackhide__ = True
+        chosen = self.named(names)
+        found: list[Difference] = []
+        for scenario in chosen:
+            got = self._see(answer, scenario, device)
+            found += self._differences(scenario, got, self._wanted(scenario, device))[:1]
+        if found:
+            self._fail(found, len(chosen), answer, device)
+
+    def named(self, names: tuple[str, ...]) -> list[str]:
+        """The scenarios whose names start so. LookupError if a name fits none."""
+        chosen: dict[str, None] = {}
+        for name in names:
+            fitting = [s for s in self.scenarios if s == name or s.startswith(f"{name}, ")]
+            if not fitting:
+                raise LookupError(f"{self.function} has no scenario {name!r}")
+            chosen.update(dict.fromkeys(fitting))
+        return list(chosen)
+
+    def _wanted(self, scenario: str, device: torch.device) -> Trace:
+        if scenario not in self._right:
+            self._right[scenario] = observe(self.oracle, self.scenarios[scenario], device)
+        return self._right[scenario]
+
+    def _see(self, answer: ModuleType, scenario: str, device: torch.device) -> Trace:
+        __tracebackhide__ = True
+        seen = observe(partial(self.call, answer), self.scenarios[scenario], device)
+        error = seen["_error"]
+        if error is not None and self._is_unexpected(error, self._wanted(scenario, device)):
+            error.__notes__ = [*getattr(error, "__notes__", []), f"in the scenario: {scenario}"]
+            raise error
+        return seen
+
+    def _is_unexpected(self, error: BaseException, want: Trace) -> bool:
+        """Whether the error itself is the news, with the answer's own line in its traceback."""
+        if isinstance(error, (NotImplementedError, SpecFailure)) or not _is_seen(error):
+            return True
+        return want["outcome"] == "returns" and not isinstance(error, Planted)
+
+    def _differences(self, scenario: str, got: Trace, want: Trace) -> list[Difference]:
+        """Where the law is broken; the first is the one to show."""
+        world = want["_world"]
+        rtol = _tolerance(world)
+        found = []
+        for name in dict.fromkeys([*want, *got]):
+            if name.startswith("_") or self._is_free(name, want):
+                continue
+            mine, true = got.get(name, "nothing"), want.get(name, "nothing")
+            if not same(mine, true, rtol):
+                found.append(_narrowed(scenario, name, true, mine, rtol))
+        if not found and want["outcome"] == "ValueError":
+            message = str(got["_error"])
+            if not all(word in message for word in world.mentions):
+                asked = " and ".join(map(repr, world.mentions))
+                found.append(Difference(scenario, "message", f"one that holds {asked}", message))
+        return sorted(found, key=self._rank)
+
+    def _is_free(self, name: str, want: Trace) -> bool:
+        return any(re.match(part, name) and when(want, want["_world"]) for part, when in self.free)
+
+    def _rank(self, difference: Difference) -> int:
+        starts = enumerate(self.clauses)
+        return next((n for n, s in starts if difference.observable.startswith(s)), len(self.clauses))
+
+    def _fail(
+        self, found: list[Difference], tried: int, answer: ModuleType, device: torch.device
+    ) -> NoReturn:
+        __tracebackhide__ = True
+        first = found[0]
+        start = next((s for s in self.clauses if first.observable.startswith(s)), None)
+        clause, meaning = self.clauses[start] if start is not None else ("", "")
+        where = first.scenario
+        if found[1:]:
+            others = "; ".join(d.scenario for d in found[1:4])
+            where += f" (and {len(found) - 1} more of {tried}: {others})"
+        belief = self._suspect(answer, first, device)
+        fail(
+            expected=f"{first.observable} = {_shown(first.want)}",
+            got=f"{_shown(first.got, first.want)}\nin the scenario: {where}",
+            cause=belief or meaning or "compare with the contract",
+            sure=belief is not None,
+            clause=clause,
+        )
+
+    def _suspect(
+        self, answer: ModuleType, first: Difference, device: torch.device
+    ) -> str | None:
+        """The known mistake that would be seen just so, in this scenario and in all others."""
+        mine: dict[str, Trace | None] = {}
+        for name, belief, module in _mistakes(self.kata):
+            if all(
+                self._is_like(name, module, answer, mine, scenario, device)
+                for scenario in dict.fromkeys([first.scenario, *self.scenarios])
+            ):
+                return f"{name.replace('_', ' ')}: {belief}"
+        return None
+
+    def _is_like(
+        self,
+        name: str,
+        module: ModuleType,
+        answer: ModuleType,
+        mine: dict[str, Trace | None],
+        scenario: str,
+        device: torch.device,
+    ) -> bool:
+        if scenario not in mine:
+            mine[scenario] = self._tried(answer, scenario, device)
+        if (name, scenario) not in self._guesses:
+            self._guesses[name, scenario] = self._tried(module, scenario, device)
+        got, guess = mine[scenario], self._guesses[name, scenario]
+        if got is None or guess is None:
+            return got is guess
+        world = self._wanted(scenario, device)["_world"]
+        rtol = _tolerance(world)
+        return all(
+            same(got.get(key), guess.get(key), rtol)
+            for key in {*got, *guess}
+            if not key.startswith("_") and not self._is_free(key, self._wanted(scenario, device))
+        )
+
+    def _tried(self, module: ModuleType, scenario: str, device: torch.device) -> Trace | None:
+        try:
+            return self._see(module, scenario, device)
+        except Exception:
+            return None
+
+
+def _mistakes(kata: str) -> Iterator[tuple[str, str, ModuleType]]:
+    """Name, belief and module of each mistake in the catalogue."""
+    for answer in loading.sources(find_kata(kata), "wrong"):
+        assert answer.wrong is not None
+        yield answer.wrong.name, answer.wrong.belief, loading.load_once(answer.path)
+
+
+def _is_seen(error: BaseException) -> bool:
+    """Whether the error belongs to the trace; a real Ctrl-C or a time-out does not."""
+    return isinstance(error, (Exception, PlantedInterrupt))
+
+
+def _tolerance(world: World) -> float:
+    return _NEAR if world.outer is nullcontext else _NEAR_UNDER_AUTOCAST
+
+
+def _narrowed(scenario: str, name: str, want: Any, got: Any, rtol: float) -> Difference:
+    """Of a table of tensors the first that differs."""
+    if isinstance(want, dict) and isinstance(got, dict):
+        for key in dict.fromkeys([*want, *got]):
+            if not same(got.get(key), want.get(key), rtol):
+                return Difference(scenario, f"{name} of {key}", want.get(key), got.get(key))
+    return Difference(scenario, name, want, got)
+
+
+def same(one: Any, other: Any, rtol: float) -> bool:
+    """Whether two observed values agree: tensors as one vector within `rtol`, the rest by ==."""
+    if isinstance(one, Described) and isinstance(other, Described):
+        return one.kind == other.kind and same(one.value, other.value, rtol)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and _near(one, other, rtol)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k], rtol) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(
+            same(a, b, rtol) for a, b in zip(one, other, strict=True)
+        )
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= _EXACT * abs(other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _near(one: Tensor, other: Tensor, rtol: float) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    one, other = one.double(), other.double()
+    finite = other.isfinite()
+    if not torch.equal(one.isfinite(), finite):
+        return False
+    error = (one - other)[finite].norm()
+    return bool(error <= rtol * other[finite].norm() + 1e-12)
+
+
+def _shown(value: Any, beside: Any = None) -> str:
+    if isinstance(value, Described):
+        if isinstance(beside, Described) and value.kind == beside.kind:
+            return words.differences(value.value, beside.value)
+        return str(value)
+    if isinstance(value, Tensor):
+        return words.differences(value, beside) if isinstance(beside, Tensor) else words.show(value)
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_shown(part)}" for key, part in [*value.items()][:2])
+    return str(value)[:200]

@@ -1,0 +1,209 @@
+"""One call of an answer in a world, and everything that can be seen of it from outside.
+
+A world is all that an answer is given: a model, data, a loss, an optimizer, and what goes with
+them. It is built afresh for each call, so that two calls can be compared: that of the answer and
+that of the oracle, which is the contract as slow and obvious code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from kit.answers.reset_torch import reset_torch
+from kit.laws.toys import mse
+
+Trace = dict[str, Any]  # the name of an observable, to what was seen of it
+
+
+class Planted(OSError):
+    """An error that the scenario raises; it must come through."""
+
+
+class PlantedInterrupt(KeyboardInterrupt):
+    """A Ctrl-C that the scenario raises."""
+
+
+class Probe(nn.Module):
+    """Passes its input on, and notes each run forward and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards: list[Any] = []
+        self.backwards: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        self.forwards.append((tuple(x.shape), x.dtype, autocast, self.training))
+        if torch.is_grad_enabled():
+            x = x * 1
+            x.register_hook(
+                lambda grad: self.backwards.append(
+                    (tuple(grad.shape), torch.is_autocast_enabled(device))
+                )
+            )
+        return x
+
+
+@dataclass
+class World:
+    """What an answer is given. A scenario changes it before `ready`."""
+
+    model: nn.Module
+    batches: list[Any]
+    loss: Callable[..., Tensor] = mse
+    extra: dict[str, nn.Parameter] = field(default_factory=dict)  # leaves outside the model
+    foreign: tuple[str, ...] = ()  # names of leaves that the optimizer does not hold
+    groups: bool = False  # a parameter group for each leaf
+    sgd: dict[str, Any] = field(default_factory=lambda: {"lr": 0.1})
+    adam: dict[str, Any] | None = None
+    dtype: Any = torch.float32
+    scaler: dict[str, Any] | None = None  # options
+    gamma: float | None = None  # of the schedule
+    options: dict[str, Any] = field(default_factory=dict)
+    outer: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the caller is inside of
+    mentions: tuple[str, ...] = ()  # what a refusal must name
+    visits: Callable[[str], None] = lambda place: None  # hears of model, loss and step
+    after: list[Callable[[World], None]] = field(default_factory=list)  # when all is there
+    tags: set[str] = field(default_factory=set)  # what FREE asks for: "not finite", "huge"
+
+    def ready(self, device: torch.device) -> World:
+        """Move everything to the device, and make optimizer, scaler and schedule."""
+        self.device = device
+        self.model.to(device)
+        self.batches = [_moved(batch, device) for batch in self.batches]
+        self.batch = self.batches[0] if self.batches else None
+        for leaf in self.extra.values():
+            leaf.data = leaf.data.to(device)
+            leaf.grad = None if leaf.grad is None else leaf.grad.to(device)
+        self.leaves = {**dict(self.model.named_parameters()), **self.extra}
+        held = [p for name, p in self.leaves.items() if name not in self.foreign]
+        params: Any = [{"params": [p]} for p in held] if self.groups else held
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(params, **self.sgd)
+        if self.adam is not None:
+            self.optimizer = torch.optim.Adam(params, **self.adam)
+        self.grad_scaler = GradScaler(device.type, **self.scaler) if self.scaler else None
+        self.scheduler = None
+        if self.gamma:
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, self.gamma)
+        self.steps: list[Trace] = []
+        self.losses: list[Any] = []
+        for twist in self.after:
+            twist(self)
+        self.optimizer.register_step_pre_hook(lambda *_: self._note_step())
+        return self
+
+    def loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
+        """The loss, noting in what it was called."""
+        self.visits("loss")
+        device = output.device.type
+        on = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if on else None
+        self.losses.append((tuple(output.shape), tuple(target.shape), output.dtype, on, dtype))
+        return self.loss(output, target)
+
+    def _note_step(self) -> None:
+        gradients = {n: p.grad.clone() for n, p in self.leaves.items() if p.grad is not None}
+        self.steps.append(
+            {
+                "gradients": {n: g for n, g in gradients.items() if n not in self.foreign},
+                "rate": [group["lr"] for group in self.optimizer.param_groups],
+            }
+        )
+        self.visits("step")
+
+    def now(self) -> Trace:
+        """What the world holds at this moment."""
+        state = self.optimizer.state_dict()
+        leaves = self.leaves.items()
+        return {
+            "weights": {name: p.detach().clone() for name, p in leaves},
+            "optimizer state": copy.deepcopy(state["state"]),
+            "optimizer groups": copy.deepcopy(state["param_groups"]),
+            "kept gradients": {n: None if p.grad is None else p.grad.clone() for n, p in leaves},
+            "buffers": {name: b.clone() for name, b in self.model.named_buffers()},
+            "scaler": self.grad_scaler.state_dict() if self.grad_scaler else None,
+            "schedule": self.scheduler.last_epoch if self.scheduler else None,
+            "random state": torch.get_rng_state(),
+        }
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_moved(part, device) for part in batch)
+    if isinstance(batch, dict):
+        return {key: _moved(part, device) for key, part in batch.items()}
+    return batch
+
+
+def observe(
+    call: Callable[[World], Any], build: Callable[[], World], device: torch.device
+) -> Trace:
+    """Run `call` in a new world and note everything that can be seen of it."""
+    reset_torch()
+    world = build().ready(device)
+    before = world.now()
+    result: Any = None
+    error: BaseException | None = None
+    with world.outer():
+        try:
+            result = call(world)
+        except BaseException as caught:  # a planted KeyboardInterrupt too
+            error = caught
+    probes = [m for m in world.model.modules() if isinstance(m, Probe)]
+    seen: Trace = {
+        "outcome": type(error).__name__ if error else "returns",
+        "passes forward": [run for p in probes for run in p.forwards],
+        "passes back": [run for p in probes for run in p.backwards],
+        "loss calls": world.losses,
+        "optimizer steps": len(world.steps),
+    }
+    for number, step in enumerate(world.steps, 1):
+        seen |= {f"{key} at step {number}": value for key, value in step.items()}
+    seen |= results(result) | world.now()
+    return seen | {"_world": world, "_error": error, "_before": before}
+
+
+def results(result: Any) -> Trace:
+    """What was returned: a number, a row of named numbers, or a list of rows."""
+    if hasattr(result, "_asdict"):
+        return {name: described(value) for name, value in result._asdict().items()}
+    if isinstance(result, list):
+        seen: Trace = {"number of results": len(result)}
+        for number, row in enumerate(result, 1):
+            seen |= {f"{name} of result {number}": v for name, v in results(row).items()}
+        return seen
+    return {"result": described(result)}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A returned tensor: its value, and what it is."""
+
+    value: Tensor
+    kind: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        dtype, shape, graph = self.kind
+        with_graph = ", with a graph" if graph else ""
+        number = f"{self.value.flatten()[0].item():.6g}" if self.value.numel() else "nothing"
+        return f"{number} ({str(dtype).removeprefix('torch.')}, shape {shape}{with_graph})"
+
+
+def described(value: Any) -> Any:
+    """A returned value, by value."""
+    if not isinstance(value, Tensor):
+        return value
+    return Described(
+        value.detach().clone(), (value.dtype, tuple(value.shape), value.requires_grad)
+    )

@@ -1,0 +1,181 @@
+"""What real users' worlds have, each as a change of a plain one: `twisted(base, frozen, stale)`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kit.laws.precisions import SCALE
+from kit.laws.toys import mse
+from kit.laws.trace import Planted, PlantedInterrupt, World
+
+Twist = Callable[[World], object]
+Table = dict[str, Callable[[], World]]
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def twisted(base: Callable[[], World], *twists: Twist) -> Callable[[], World]:
+    """A world as `base` builds it, changed by each twist in turn."""
+
+    def build() -> World:
+        world = base()
+        for twist in twists:
+            twist(world)
+        return world
+
+    return build
+
+
+def table(base: Callable[[], World], rows: Mapping[str, tuple[Twist, ...]]) -> Table:
+    """A scenario for each row."""
+    return {name: twisted(base, *twists) for name, twists in rows.items()}
+
+
+def in_precisions(
+    base: Callable[[], World], rows: Mapping[str, tuple[Twist, ...]], *names: str
+) -> Table:
+    """A scenario for each row in each precision; named "a row, fp16"."""
+    return {
+        f"{name}, {precision}": twisted(base, in_precision(precision), *twists)
+        for name, twists in rows.items()
+        for precision in names or PRECISIONS
+    }
+
+
+def in_precision(name: str) -> Twist:
+    """Compute in fp32, bf16 or fp16; the last with a scaler."""
+    scaler = {"init_scale": SCALE} if name == "fp16" else None
+    return put(dtype=PRECISIONS[name], scaler=scaler)
+
+
+def put(**values: Any) -> Twist:
+    """Set attributes of the world."""
+    return lambda w: [setattr(w, key, value) for key, value in values.items()]
+
+
+def option(**values: Any) -> Twist:
+    """Set keyword arguments of the call."""
+    return lambda w: w.options.update(values)
+
+
+def insert(
+    layer: Callable[[], nn.Module], *, train: bool = True, layer_train: bool | None = None
+) -> Twist:
+    """Put a layer behind the first, with the model in train or eval mode, or only the layer."""
+
+    def twist(w: World) -> None:
+        assert isinstance(w.model, nn.Sequential)
+        w.model.insert(1, layer())
+        w.model.train(train)
+        if layer_train is not None:
+            w.model[1].train(layer_train)
+
+    return twist
+
+
+def frozen(w: World) -> None:
+    """The first parameter is not trained."""
+    next(w.model.parameters()).requires_grad_(False)
+
+
+def unused(w: World) -> None:
+    """The optimizer holds a parameter that gets no gradient, and has a stale one."""
+    w.extra["unused"] = nn.Parameter(torch.ones(3))
+    w.extra["unused"].grad = torch.ones(3)
+
+
+def foreign(w: World) -> None:
+    """The optimizer does not hold the last weight."""
+    w.foreign = ([*dict(w.model.named_parameters())][-2],)
+
+
+def stale(w: World) -> None:
+    """Gradients from before."""
+    for p in [*w.model.parameters(), *w.extra.values()]:
+        p.grad = torch.full_like(p, 1000.0)
+
+
+def loss_with_a_parameter(w: World) -> None:
+    """The loss has a parameter, and the optimizer holds it."""
+    shift = w.extra["shift"] = nn.Parameter(torch.zeros(5))
+    shift.grad = torch.full_like(shift, 1000.0)
+    w.loss = lambda out, y: mse(out + shift, y)
+
+
+def tied(w: World) -> None:
+    """Two layers share one weight."""
+    assert isinstance(w.model, nn.Sequential)
+    first, second = nn.Linear(5, 5), nn.Linear(5, 5)
+    second.weight = first.weight
+    w.model.append(first)
+    w.model.append(second)
+
+
+def trained_before(w: World) -> None:
+    """Gradients and momentum as in the middle of training."""
+
+    def twist(w: World) -> None:
+        for number, p in enumerate(w.leaves.values()):
+            p.grad = torch.full_like(p, 0.1 * number)
+        w.optimizer.step()
+
+    w.after.append(twist)
+
+
+def huge(w: World) -> None:
+    """A gradient whose square is not a float32."""
+    leaf = w.extra["huge"] = nn.Parameter(torch.zeros(2))
+    w.loss = lambda out, y: mse(out, y) + leaf.sum() * 1e30
+    w.sgd, w.tags = {"lr": 1e-25}, {*w.tags, "huge"}
+
+
+def gradient(value: float, at: int = 1) -> Twist:
+    """One element of one gradient has this value, in the backward pass number `at`."""
+
+    def twist(w: World) -> None:
+        runs = []
+
+        def hook(grad: Tensor) -> Tensor:
+            runs.append(grad)
+            spoiled = grad.clone()
+            spoiled[-1] = value
+            return spoiled if len(runs) == at else grad
+
+        assert isinstance(w.model, nn.Sequential)
+        bias = w.model[-1].bias
+        assert isinstance(bias, Tensor)
+        bias.register_hook(hook)
+        if not math.isfinite(value):
+            w.tags = {*w.tags, "not finite"}
+
+    return twist
+
+
+def fails(
+    place: str,
+    at: int = 1,
+    error: type[Planted] | type[PlantedInterrupt] = Planted,
+) -> Twist:
+    """The model, the loss or the optimizer's step raises at its visit number `at`."""
+
+    def twist(w: World) -> None:
+        counts: dict[str, int] = {}
+
+        def visit(where: str) -> None:
+            counts[where] = counts.get(where, 0) + 1
+            if where == place and counts[where] == at:
+                raise error("planted")
+
+        w.visits = visit
+        w.model.register_forward_pre_hook(lambda *_: visit("model"))
+
+    return twist
+
+
+def refused(*twists: Twist, mentions: tuple[str, ...] = ()) -> tuple[Twist, ...]:
+    """A call that is refused with such words, in the middle of training."""
+    return (put(mentions=mentions), *twists, trained_before)

@@ -1,0 +1,189 @@
+"""After every call of an answer: what its contract does not change is as it was.
+
+`watch` puts a guard around each public function and method of an answer. Before a call the guard
+notes what is in force (autocast, grad mode, hooks, defaults, random state of Python) and what the
+arguments carry besides values (training flags, hooks, attributes, requires_grad, the data). After
+it, returned or raised, everything must be the same. Tensors are referred to weakly: a guard must
+not keep alive what an answer frees.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.optim import Optimizer
+
+from kit.answers.reset_torch import saved_tensors_hooks_in_force
+from kit.laws.checks import SpecFailure
+from kit.private_torch import dispatch_modes
+
+CLAUSE = "untouched"
+
+# What each observable means for the one who changed it.
+_CAUSES = {
+    "training": "train() or eval() is called: the mode is the caller's business",
+    "hooks": "a hook is registered and never removed",
+    "attributes": "something is set on the object and stays there",
+    "requires_grad": "requires_grad is switched and not switched back",
+    "data": "the caller's tensor is changed in place",
+    "autocast": "autocast is set by hand and not set back; `with` does that, after an error too",
+    "grad mode": "grad mode is set by hand and not set back",
+    "dispatch modes": "a mode is entered by hand and not left",
+    "random": "a seed is set, or random numbers are drawn that nobody asked for",
+    "garbage": "the garbage collector is switched off and not on again",
+}
+
+
+def watch(answer: ModuleType, changes: Mapping[str, tuple[str, ...]]) -> None:
+    """Guard the public functions and classes that the answer itself defines.
+
+    Args:
+        changes: what a function may change after all: the first words of what is observed.
+    """
+    for name, value in [*vars(answer).items()]:
+        if name.startswith("_") or getattr(value, "__module__", None) != answer.__name__:
+            continue
+        if inspect.isfunction(value):
+            setattr(answer, name, _guarded(name, value, changes.get(name, ())))
+        elif inspect.isclass(value):
+            for method, function in [*vars(value).items()]:
+                full = f"{name}.{method}"
+                public = not method.startswith("_") or method in ("__init__", "__call__")
+                if public and inspect.isfunction(function):
+                    setattr(value, method, _guarded(full, function, changes.get(full, ())))
+
+
+def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        before = dict(_observed(args, kwargs))
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            problem = _changed(name, before, free, f"{type(error).__name__} in {name}()")
+            if problem is not None and not isinstance(error, SpecFailure):
+                raise problem from error
+            raise
+        problem = _changed(name, before, free, f"{name}()")
+        if problem is not None:
+            raise problem
+        return result
+
+    return call
+
+
+def _changed(
+    name: str, before: dict[str, Callable[[], Any]], free: tuple[str, ...], after: str
+) -> SpecFailure | None:
+    for observable, (old, look) in before.items():
+        if observable.startswith(free or ("\0",)):
+            continue
+        new = look()
+        if new is not _GONE and new != old:
+            cause = next((c for start, c in _CAUSES.items() if start in observable), "")
+            expected = f"{observable} as before {after}: {_shown(old)}"
+            sure = bool(cause)
+            return SpecFailure(expected, _shown(new), cause or "see above", sure, CLAUSE)
+    return None
+
+
+def _shown(value: Any) -> str:
+    return str(value).removeprefix("torch.")[:200]
+
+
+_GONE = object()  # the object of which something is observed is there no longer
+
+
+def _observed(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    for observable, look in _in_force():
+        yield observable, (look(), look)
+    seen: set[int] = set()
+    for value in _parts([*args, *kwargs.values()], seen):
+        for observable, look in _of(value):
+            yield observable, (look(), look)
+
+
+def _in_force() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for device in ("cpu", "cuda"):
+        yield f"autocast on {device}", functools.partial(torch.is_autocast_enabled, device)
+        yield f"autocast dtype on {device}", functools.partial(torch.get_autocast_dtype, device)
+    yield "autocast cache", torch.is_autocast_cache_enabled
+    yield "grad mode", torch.is_grad_enabled
+    yield "inference grad mode", torch.is_inference_mode_enabled
+    yield "default dtype", torch.get_default_dtype
+    yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled
+    yield "dispatch modes in force", lambda: len(dispatch_modes())
+    yield "hooks on saved tensors", saved_tensors_hooks_in_force
+    yield "garbage collector", gc.isenabled
+    yield "random state of Python", random.getstate
+    yield "global module hooks", lambda: _hooks(vars(nn_module))
+
+
+def _hooks(attributes: Mapping[str, Any]) -> dict[str, int]:
+    return {
+        key: len(value)
+        for key, value in attributes.items()
+        if key.endswith("hooks") and isinstance(value, dict) and value
+    }
+
+
+def _parts(values: list[Any], seen: set[int]) -> Iterator[Any]:
+    """Modules, optimizers and tensors in the arguments, also in lists, tuples and dicts."""
+    for value in values:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (nn.Module, Optimizer, Tensor)):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _parts([*value], seen)
+        elif isinstance(value, dict):
+            yield from _parts([*value.values()], seen)
+
+
+def _of(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    if isinstance(value, nn.Module):
+        modules = [(f"{name or type(value).__name__}", m) for name, m in value.named_modules()]
+        yield "training flags", lambda: {n: m.training for n, m in modules}
+        yield "hooks of modules", lambda: {n: h for n, m in modules if (h := _hooks(vars(m)))}
+        yield "attributes of modules", lambda: {n: _attributes(m, "") for n, m in modules}
+        leaves = [(name, weakref.ref(p)) for name, p in value.named_parameters()]
+        yield (
+            "requires_grad of parameters",
+            lambda: {n: p.requires_grad for n, ref in leaves if (p := ref()) is not None},
+        )
+        yield (
+            "hooks of parameters",
+            lambda: {n: len(p._backward_hooks or ()) for n, ref in leaves if (p := ref()) is not None},
+        )
+    elif isinstance(value, Optimizer):
+        yield "hooks of the optimizer", lambda: _hooks(vars(value))
+        # What torch's own optimizers and schedules note about themselves begins with "_".
+        yield "attributes of the optimizer", lambda: _attributes(value, "_")
+    elif not isinstance(value, nn.Parameter) and not value.is_inference():
+        ref = weakref.ref(value)
+        yield f"data of a tensor of shape {tuple(value.shape)}", lambda: _version(ref())
+
+
+def _version(tensor: Tensor | None) -> Any:
+    return _GONE if tensor is None else tensor._version
+
+
+def _attributes(value: object, private: str) -> set[str]:
+    """Names; of a callable also which one it is: a method may be replaced."""
+    return {
+        f"{key}={id(v)}" if inspect.isroutine(v) else key
+        for key, v in vars(value).items()
+        if not private or not key.startswith(private)
+    }

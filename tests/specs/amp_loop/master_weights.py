@@ -1,0 +1,160 @@
+"""A trainer beside plain float32 training of a twin, and the calls that both are put through."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kit.laws import draw
+from kit.laws.checks import check_equal
+from kit.laws.toys import mlp
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.003),
+}
+VALUES = (1.0, -0.5, 2.0**-14, 3e4)
+OVERFLOWS = (math.inf, -math.inf, math.nan)
+
+
+def layer(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
+    """Weights of 1 and more, where 16 bits are coarse."""
+    draw.seed(4)
+    made = mlp(5, 3, device=device)[0]
+    with torch.no_grad():
+        made.weight += 1.0
+    return made.to(dtype)
+
+
+def tangled(device: torch.device, dtype: torch.dtype) -> nn.Sequential:
+    """A frozen float32 layer, and two 16-bit layers that share their weight."""
+    frozen, one, other = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5)
+    frozen.requires_grad_(False)
+    other.weight = one.weight
+    return nn.Sequential(frozen, one.to(dtype), other.to(dtype)).to(device)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def give_gradients(model: nn.Module, value: float) -> None:
+    """The same 16-bit gradient for every trainable parameter."""
+    for p in trainable(model):
+        p.grad = torch.full_like(p, value)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; a backward pass leaves `value` everywhere, `bad` at one place, or nothing."""
+
+    name: str
+    value: float = 1.0
+    bad: float | None = None
+    missing: int | None = None
+    loss_scale: float = 1.0
+
+    def __str__(self) -> str:
+        if self.name == "backward":
+            bad = f", {self.bad} at the end of the last" if self.bad is not None else ""
+            without = f", none for parameter {self.missing}" if self.missing is not None else ""
+            return f"backward({self.value:g}{bad}{without})"
+        return f"step({self.loss_scale:g})" if self.name == "step" else self.name
+
+
+class Twin:
+    """What the contract asks for: float32 copies, trained as if there were nothing else."""
+
+    def __init__(self, model: nn.Module, make_optimizer: Any) -> None:
+        self.weights = trainable(model)
+        self.masters = [p.detach().float().requires_grad_() for p in self.weights]
+        self.optimizer = make_optimizer(self.masters)
+
+    def zero_grad(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+    def step(self, loss_scale: float) -> bool:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float() / loss_scale
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        if not all(bool(g.isfinite().all()) for g in gradients):
+            return False
+        self.optimizer.step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.data = master.detach().to(weight.dtype)
+        return True
+
+
+def calls(**kinds: Any) -> st.SearchStrategy[list[Call]]:
+    """Backward passes, each with a step after it and perhaps a zero_grad or a reload."""
+    gradients = st.builds(Call, st.just("backward"), st.sampled_from(VALUES), **kinds)
+    step = st.builds(Call, st.just("step"), loss_scale=st.sampled_from((1.0, 8.0, 65536.0)))
+    between = st.lists(st.sampled_from([Call("zero_grad"), Call("reload")]), max_size=1)
+    return st.lists(st.tuples(gradients, step, between), min_size=1, max_size=6).map(
+        lambda rounds: [call for g, s, b in rounds for call in (g, s, *b)]
+    )
+
+
+def agree(
+    answer: ModuleType, model: nn.Module, optimizer: str, sequence: list[Call], *, cause: str
+) -> None:
+    """Fail unless the trainer does as float32 training does, after every one of the calls."""
+    __tracebackhide__ = True
+    other = copy.deepcopy(model)
+    mine, true = answer.MasterWeights(model, OPTIMIZERS[optimizer]), Twin(
+        other, OPTIMIZERS[optimizer]
+    )
+    for number, call in enumerate(sequence, 1):
+        so_far = "after " + "; ".join(map(str, sequence[:number]))
+        if call.name == "backward":
+            for net in (model, other):
+                _backward(net, call)
+        elif call.name == "reload":
+            state = copy.deepcopy(mine.state_dict())
+            mine = answer.MasterWeights(model, OPTIMIZERS[optimizer])
+            mine.load_state_dict(state)
+        elif call.name == "zero_grad":
+            mine.zero_grad()
+            true.zero_grad()
+        else:
+            got, want = mine.step(call.loss_scale), true.step(call.loss_scale)
+            check_equal(got, want, f"the result of step() {so_far}", cause=cause)
+        _same(mine, true, model, other, so_far, cause)
+
+
+def _backward(model: nn.Module, call: Call) -> None:
+    params = trainable(model)
+    for number, p in enumerate(params):
+        p.grad = None if number == call.missing else torch.full_like(p, call.value)
+    last = params[-1].grad
+    if call.bad is not None and last is not None:
+        last.view(-1)[-1] = call.bad
+
+
+def _same(
+    mine: Any, true: Twin, model: nn.Module, other: nn.Module, so_far: str, cause: str
+) -> None:
+    __tracebackhide__ = True
+    for number, (one, two) in enumerate(zip(mine.masters, true.masters, strict=True)):
+        check_equal(one.detach(), two.detach(), f"master {number} {so_far}", cause=cause)
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        check_equal(p.detach(), q.detach(), f"{name} of the model {so_far}", cause=cause)
+        check_equal(_grad(p), _grad(q), f"16-bit gradient of {name} {so_far}", cause=cause)
+    states = mine.optimizer.state_dict()["state"], true.optimizer.state_dict()["state"]
+    for key, want in states[1].items():
+        for name, value in want.items():
+            got = states[0].get(key, {}).get(name)
+            check_equal(got, value, f"{name} of master {key} {so_far}", cause=cause)
+
+
+def _grad(p: Tensor) -> Any:
+    return None if p.grad is None else p.grad.detach().nan_to_num(nan=7.0)

@@ -1,0 +1,198 @@
+"""The worlds that train_step and train are put into."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kit.laws import draw
+from kit.laws.toys import mse
+from kit.laws.trace import PlantedInterrupt, Probe, World
+from kit.laws.twists import (
+    Table,
+    Twist,
+    fails,
+    foreign,
+    frozen,
+    gradient,
+    huge,
+    in_precisions,
+    insert,
+    loss_with_a_parameter,
+    option,
+    put,
+    refused,
+    stale,
+    table,
+    tied,
+    trained_before,
+    unused,
+)
+
+
+def one_step() -> World:
+    """A small model, far off on 11 rows, so that gradients are large."""
+    draw.seed(3)
+    model = nn.Sequential(nn.Linear(7, 13), Probe(), nn.Tanh(), nn.Linear(13, 5))
+    batch = draw.randn(11, 7), 4 * draw.randn(11, 5)
+    return World(model, [batch], sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
+
+
+def many_steps() -> World:
+    """Seven batches of unequal length, a schedule, and momentum."""
+    world = one_step()
+    world.batches = [(draw.randn(n, 7), 4 * draw.randn(n, 5)) for n in (3, 5, 2, 4, 1, 6, 2)]
+    world.gamma = 0.5
+    return world
+
+
+def matrix_loss(out: Tensor, y: Tensor) -> Tensor:
+    """A loss that ends in a matrix product, which autocast computes in 16 bits."""
+    error = (out - y).square().reshape(1, -1)
+    return (torch.ones_like(error) @ error.T).sum() / error.numel()
+
+
+class Times(nn.Module):
+    """Multiplies by a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def large_inputs(w: World) -> None:
+    """Inputs of 2**20 are infinite in float16; the model itself brings them down."""
+    w.model = nn.Sequential(Times(2.0**-20), *w.model.children())
+    w.batches = [(x * 2.0**20, y) for x, y in w.batches]
+
+
+def infinite_target(w: World) -> None:
+    w.batches[0][1][0, 0] = math.inf
+    w.tags = {*w.tags, "not finite"}
+
+
+EVERYWHERE: dict[str, tuple[Twist, ...]] = {
+    "a plain step": (),
+    "pairs in lists": (lambda w: setattr(w, "batches", [list(batch) for batch in w.batches]),),
+    "a loss that ends in a matrix product": (put(loss=matrix_loss),),
+    "inputs of 2**20": (large_inputs,),
+    "in the middle of training": (trained_before,),
+    "stale gradients": (stale,),
+    "a loss with a parameter": (loss_with_a_parameter, option(max_norm=0.5)),
+    "clipped": (option(max_norm=0.5),),
+    "max_norm that nothing reaches": (option(max_norm=1e4),),
+    "max_norm inf": (option(max_norm=math.inf),),
+    "gradients of zero": (option(max_norm=1.0), put(loss=lambda out, y: mse(out, y) * 0)),
+    "a group for each parameter": (put(groups=True), option(max_norm=0.5)),
+    "tied weights": (tied, option(max_norm=0.5)),
+    "Adam": (put(adam={"lr": 0.01}),),
+    "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
+    "a parameter without a gradient": (unused,),
+    "a frozen parameter": (frozen, option(max_norm=0.5)),
+    "a foreign parameter": (foreign, option(max_norm=0.5)),
+    "a gradient of 1e30": (huge,),
+    "a gradient of 1e30, clipped": (huge, option(max_norm=3.0), put(sgd={"lr": 0.5})),
+    "the caller's bfloat16 autocast": (put(outer=lambda: torch.autocast("cpu", torch.bfloat16)),),
+    "the caller's autocast without cache": (
+        put(outer=lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)),
+    ),
+    "dropout in train mode": (insert(lambda: nn.Dropout(0.5)),),
+    "dropout in eval mode": (insert(lambda: nn.Dropout(0.5), train=False),),
+    "one layer in eval mode": (insert(lambda: nn.Dropout(0.5), layer_train=False),),
+    "batch norm": (insert(lambda: nn.BatchNorm1d(13)),),
+    "batch norm in eval mode": (insert(lambda: nn.BatchNorm1d(13), train=False),),
+    "an infinite gradient": (gradient(math.inf), trained_before),
+    "a NaN gradient": (gradient(math.nan), trained_before),
+    "an infinite gradient, clipped": (gradient(-math.inf), option(max_norm=1.0)),
+    "an infinite gradient, Adam": (gradient(math.inf), put(adam={"lr": 0.01}), trained_before),
+    "an infinite loss with finite gradients": (put(loss=lambda out, y: mse(out, y) + math.inf),),
+    "an infinite target": (infinite_target,),
+    "the model fails": (trained_before, fails("model")),
+    "Ctrl-C in the model": (trained_before, fails("model", 1, PlantedInterrupt)),
+    "the loss fails": (trained_before, fails("loss")),
+    "the optimizer fails": (trained_before, fails("step", 2)),
+}
+SCALED: dict[str, tuple[Twist, ...]] = {
+    "a scale of 65536": (
+        put(scaler={"init_scale": 65536.0}, loss=lambda out, y: out.mean()),
+    ),
+    "a scale that grows": (put(scaler={"init_scale": 64.0, "growth_interval": 1}),),
+    "a scale that grows at the next step": (
+        put(scaler={"init_scale": 64.0, "growth_interval": 2}),
+    ),
+}
+NO_PAIRS = {
+    "no rows": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
+    "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),
+    "1 input and 6 targets": ((torch.ones(1, 7), torch.ones(6, 5)), "1", "6"),
+    "three tensors": ((torch.ones(2, 7), torch.ones(2, 5), torch.ones(2)),),
+    "one tensor of two rows": (torch.ones(2, 7),),
+    "a dict": ({"x": torch.ones(2, 7), "y": torch.ones(2, 5)}, "dict"),
+}
+
+
+def _batch(value: object, at: int = 0) -> Twist:
+    return lambda w: w.batches.__setitem__(at, value)
+
+
+def no_pairs(at: int) -> dict[str, tuple[Twist, ...]]:
+    """A batch at this place that is no pair of tensors of one length."""
+    return {
+        f"a batch of {name}": refused(_batch(batch, at), mentions=tuple(mentions))
+        for name, (batch, *mentions) in NO_PAIRS.items()
+    }
+
+
+def _settings(
+    dtype: object = torch.float32, scaler: object = None, *mentions: str, **options: object
+) -> tuple[Twist, ...]:
+    return refused(put(dtype=dtype, scaler=scaler), option(**options), mentions=mentions)
+
+
+BAD_OPTIONS = {
+    "dtype float64": _settings(torch.float64, None, "float64"),
+    "dtype int8": _settings(torch.int8, None, "int8"),
+    "dtype as a word": _settings("float16", None, "float16"),
+    "float16 without a scaler": _settings(torch.float16, None, "float16"),
+    "a scaler with bfloat16": _settings(torch.bfloat16, {"init_scale": 2.0}, "bfloat16"),
+    "a scaler with float32": _settings(torch.float32, {"init_scale": 2.0}, "float32"),
+    **{
+        f"max_norm {value}": _settings(torch.float32, None, str(value), max_norm=value)
+        for value in (-2.5, 0.0, math.nan, -math.inf)
+    },
+}
+TRAIN_STEP: Table = {
+    **in_precisions(one_step, EVERYWHERE),
+    **in_precisions(one_step, SCALED, "fp16"),
+    **table(one_step, no_pairs(0)),
+    **table(one_step, BAD_OPTIONS),
+}
+TRAIN: Table = {
+    **in_precisions(
+        many_steps,
+        {
+            "a plain run": (),
+            "a clipped run": (option(max_norm=0.5),),
+            "no schedule": (put(gamma=None),),
+            "dropout": (insert(lambda: nn.Dropout(0.5)),),
+            "the model fails at the third batch": (fails("model", 3),),
+            "Ctrl-C at the third batch": (fails("model", 3, PlantedInterrupt),),
+        },
+    ),
+    **in_precisions(
+        many_steps,
+        {
+            f"an overflow at batch {n}": (gradient(math.inf, n),)
+            for n in (1, 2, 4, 7)
+        },
+        "fp16",
+    ),
+    **table(many_steps, {"no batches": (lambda w: w.batches.clear(),)}),
+    **table(many_steps, no_pairs(3)),
+    **table(many_steps, BAD_OPTIONS),
+}
