@@ -181,7 +181,7 @@ class LossScaler:
         3. A float16 gradient is a ValueError, and nothing is divided: the model was cast. Other
            dtypes are fine.
         4. A huge but finite gradient is no overflow.
-        5. unscale_ holds no copy of a gradient.
+        5. unscale_ works on one gradient at a time, in less than two gradients' memory.
         6. A parameter without a gradient is left alone.
         7. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.

@@ -14,7 +14,8 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +27,8 @@ from kit import forkserver
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
 from kit.answers.stubs import is_untouched
-from kit.catalog import find_kata
-from kit.laws import checks, draw
+from kit.catalog import Kata, find_kata
+from kit.laws import checks, draw, untouched
 from kit.memory import gpu
 from kit.patience import Patience, family
 from kit.ranks.world import World
@@ -216,7 +217,18 @@ def _module(config: pytest.Config, answer: Answer) -> ModuleType:
     key = str(answer.path)
     if key not in modules:
         modules[key] = load(answer.path)
+        changes = changes_of(answer.kata)
+        if changes is not None:
+            untouched.watch(modules[key], changes)
     return modules[key]
+
+
+def changes_of(kata: Kata) -> Mapping[str, tuple[str, ...]] | None:
+    """What the functions of a kata may change; None where nobody watches yet."""
+    if not (kata.specs / "changes.py").is_file():
+        return None
+    changes: Mapping[str, tuple[str, ...]] = import_module(f"specs.{kata.name}.changes").CHANGES
+    return changes
 
 
 @pytest.fixture(scope="session")

@@ -1320,18 +1320,6 @@ WRONG = [
         ),
     ),
     Wrong(
-        name="unscale_makes_a_mask",
-        belief="isfinite() costs nothing.",
-        caught_by="x",
-        says="x",
-        edits=(
-            (
-                "        self._overflow[id(optimizer)] = not largest.isfinite()\n",
-                "        self._overflow[id(optimizer)] = not all(bool(g.isfinite().all()) for g in grads)\n",
-            ),
-        ),
-    ),
-    Wrong(
         name="clips_to_infinity_where_nothing_is_asked",
         belief="Clipping to an infinite norm does nothing.",
         caught_by="x",

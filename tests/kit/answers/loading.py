@@ -180,5 +180,5 @@ def caught(wrongs: Iterable[Wrong]) -> set[str]:
 
 @cache
 def load_once(path: Path) -> ModuleType:
-    """Import a file that does not change, such as a mistake of the catalogue; the same each time."""
+    """Import a file that does not change, such as a mistake of the catalogue, once."""
     return load(path)

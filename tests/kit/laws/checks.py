@@ -31,13 +31,8 @@ class SpecFailure(AssertionError):
     def __init__(
         self, expected: str, got: str, cause: str, sure: bool = False, clause: str | int = ""
     ) -> None:
-        self.expected, self.got, self.cause, self.sure, self.clause = (
-            expected,
-            got,
-            cause,
-            sure,
-            clause,
-        )
+        self.expected, self.got, self.cause = expected, got, cause
+        self.sure, self.clause = sure, clause
         label = "cause  " if sure else "perhaps"
         super().__init__(f"\n  expected  {expected}\n  got       {got}\n  {label}   {cause}")
 
@@ -124,8 +119,12 @@ def check_close(
     expected = f"{what} = {show(true)}, within {near}"
     if mine.shape != true.shape:
         expected = f"{what} of shape {tuple(true.shape)}"
-    got = differences(mine, true)
-    fail(expected=expected, got=got, cause=belief or cause, sure=belief is not None)
+    fail(
+        expected=expected,
+        got=differences(mine, true),
+        cause=belief or cause,
+        sure=belief is not None,
+    )
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -> bool:

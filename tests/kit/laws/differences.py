@@ -61,7 +61,11 @@ def multiple(got: Tensor, want: Tensor) -> str:
     if abs(factor - 1) < 1e-3 or not bool(((factors / factor - 1).abs() < 1e-3).all()):
         return ""
     near = Fraction(factor).limit_denominator(_LARGEST_DIVISOR)
-    if near and abs(float(near) / factor - 1) < 1e-3 and 1 in (abs(near.numerator), near.denominator):
+    if (
+        near
+        and abs(float(near) / factor - 1) < 1e-3
+        and 1 in (abs(near.numerator), near.denominator)
+    ):
         return str(near)
     # Of one number alone every ratio is a factor: only a plain one says something.
     return f"{factor:.4g}" if factors.numel() > 1 else ""

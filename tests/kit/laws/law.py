@@ -30,8 +30,8 @@ from kit.laws import differences as words
 from kit.laws.checks import SpecFailure, fail
 from kit.laws.trace import Described, Planted, PlantedInterrupt, Trace, World, observe
 
-# The oracle computes in the same precision, so only the order of sums may differ. Inside an autocast
-# of the caller the backward pass may run in it or not.
+# The oracle computes in the same precision, so only the order of sums may differ. Inside an
+# autocast of the caller the backward pass may run in it or not.
 _NEAR, _NEAR_UNDER_AUTOCAST = 1e-4, 2**-5
 _EXACT = 1e-9  # of numbers that nobody rounds
 
@@ -133,7 +133,9 @@ class Law:
 
     def _rank(self, difference: Difference) -> int:
         starts = enumerate(self.clauses)
-        return next((n for n, s in starts if difference.observable.startswith(s)), len(self.clauses))
+        return next(
+            (n for n, s in starts if difference.observable.startswith(s)), len(self.clauses)
+        )
 
     def _fail(
         self, found: list[Difference], tried: int, answer: ModuleType, device: torch.device
@@ -155,9 +157,7 @@ class Law:
             clause=clause,
         )
 
-    def _suspect(
-        self, answer: ModuleType, first: Difference, device: torch.device
-    ) -> str | None:
+    def _suspect(self, answer: ModuleType, first: Difference, device: torch.device) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in all others."""
         mine: dict[str, Trace | None] = {}
         for name, belief, module in _mistakes(self.kata):

@@ -1,6 +1,6 @@
 """Rules over time: what holds after any sequence of calls, tried by hypothesis against a model.
 
-    for_all(lists(sampled_from(OPS)), lambda ops: check_equal(play(mine, ops), play(true, ops), ...))
+    for_all(lists(sampled_from(CALLS)), lambda calls: agree(mine, true, calls))
 
 The sequences are the same in every run. Of those that fail, the check sees the shortest last, so
 that its message shows that one.

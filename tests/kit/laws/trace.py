@@ -204,6 +204,4 @@ def described(value: Any) -> Any:
     """A returned value, by value."""
     if not isinstance(value, Tensor):
         return value
-    return Described(
-        value.detach().clone(), (value.dtype, tuple(value.shape), value.requires_grad)
-    )
+    return Described(value.detach().clone(), (value.dtype, tuple(value.shape), value.requires_grad))

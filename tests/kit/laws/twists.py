@@ -54,7 +54,7 @@ def in_precision(name: str) -> Twist:
 
 def put(**values: Any) -> Twist:
     """Set attributes of the world."""
-    return lambda w: [setattr(w, key, value) for key, value in values.items()]
+    return lambda w: vars(w).update(values)
 
 
 def option(**values: Any) -> Twist:

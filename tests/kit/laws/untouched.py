@@ -71,11 +71,11 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            problem = _changed(name, before, free, f"{type(error).__name__} in {name}()")
+            problem = _changed(before, free, f"{type(error).__name__} in {name}()")
             if problem is not None and not isinstance(error, SpecFailure):
                 raise problem from error
             raise
-        problem = _changed(name, before, free, f"{name}()")
+        problem = _changed(before, free, f"{name}()")
         if problem is not None:
             raise problem
         return result
@@ -83,9 +83,7 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
     return call
 
 
-def _changed(
-    name: str, before: dict[str, Callable[[], Any]], free: tuple[str, ...], after: str
-) -> SpecFailure | None:
+def _changed(before: _Observed, free: tuple[str, ...], after: str) -> SpecFailure | None:
     for observable, (old, look) in before.items():
         if observable.startswith(free or ("\0",)):
             continue
@@ -105,7 +103,11 @@ def _shown(value: Any) -> str:
 _GONE = object()  # the object of which something is observed is there no longer
 
 
-def _observed(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+# The name of what is observed, to its value before the call and to how one looks again.
+_Observed = dict[str, tuple[Any, Callable[[], Any]]]
+
+
+def _observed(args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[Any, Callable[[], Any]]]]:
     for observable, look in _in_force():
         yield observable, (look(), look)
     seen: set[int] = set()
@@ -165,7 +167,9 @@ def _of(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
         yield (
             "hooks of parameters",
-            lambda: {n: len(p._backward_hooks or ()) for n, ref in leaves if (p := ref()) is not None},
+            lambda: {
+                n: len(p._backward_hooks or ()) for n, ref in leaves if (p := ref()) is not None
+            },
         )
     elif isinstance(value, Optimizer):
         yield "hooks of the optimizer", lambda: _hooks(vars(value))

@@ -101,7 +101,9 @@ OVERFLOW_ANYWHERE = {
 def rounds(*before: st.SearchStrategy[Call]) -> st.SearchStrategy[list[Call]]:
     """Rounds of such calls, with an update at the end of each."""
     one = st.tuples(*before, st.just(Call("update")))
-    return st.lists(one, min_size=1, max_size=6).map(lambda r: [call for part in r for call in part])
+    return st.lists(one, min_size=1, max_size=6).map(
+        lambda r: [call for part in r for call in part]
+    )
 
 
 def agree(

@@ -110,8 +110,9 @@ def agree(
     """Fail unless the trainer does as float32 training does, after every one of the calls."""
     __tracebackhide__ = True
     other = copy.deepcopy(model)
-    mine, true = answer.MasterWeights(model, OPTIMIZERS[optimizer]), Twin(
-        other, OPTIMIZERS[optimizer]
+    mine, true = (
+        answer.MasterWeights(model, OPTIMIZERS[optimizer]),
+        Twin(other, OPTIMIZERS[optimizer]),
     )
     for number, call in enumerate(sequence, 1):
         so_far = "after " + "; ".join(map(str, sequence[:number]))

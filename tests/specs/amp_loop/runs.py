@@ -46,15 +46,11 @@ def go_on(world: World, first: int, last: int) -> list[float]:
 
 
 def save(answer: ModuleType, path: Path, world: World) -> None:
-    answer.save_checkpoint(
-        path, world.model, world.optimizer, world.grad_scaler, world.scheduler
-    )
+    answer.save_checkpoint(path, world.model, world.optimizer, world.grad_scaler, world.scheduler)
 
 
 def load(answer: ModuleType, path: Path, world: World) -> None:
-    answer.load_checkpoint(
-        path, world.model, world.optimizer, world.grad_scaler, world.scheduler
-    )
+    answer.load_checkpoint(path, world.model, world.optimizer, world.grad_scaler, world.scheduler)
 
 
 @contextlib.contextmanager

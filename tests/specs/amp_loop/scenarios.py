@@ -118,9 +118,7 @@ EVERYWHERE: dict[str, tuple[Twist, ...]] = {
     "the optimizer fails": (trained_before, fails("step", 2)),
 }
 SCALED: dict[str, tuple[Twist, ...]] = {
-    "a scale of 65536": (
-        put(scaler={"init_scale": 65536.0}, loss=lambda out, y: out.mean()),
-    ),
+    "a scale of 65536": (put(scaler={"init_scale": 65536.0}, loss=lambda out, y: out.mean()),),
     "a scale that grows": (put(scaler={"init_scale": 64.0, "growth_interval": 1}),),
     "a scale that grows at the next step": (
         put(scaler={"init_scale": 64.0, "growth_interval": 2}),
@@ -186,10 +184,7 @@ TRAIN: Table = {
     ),
     **in_precisions(
         many_steps,
-        {
-            f"an overflow at batch {n}": (gradient(math.inf, n),)
-            for n in (1, 2, 4, 7)
-        },
+        {f"an overflow at batch {n}": (gradient(math.inf, n),) for n in (1, 2, 4, 7)},
         "fp16",
     ),
     **table(many_steps, {"no batches": (lambda w: w.batches.clear(),)}),

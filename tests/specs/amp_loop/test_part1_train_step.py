@@ -72,7 +72,11 @@ class TestPart1TrainStep:
     @pytest.mark.exact("train_step", "gradients")
     def test_gradients_are_of_this_step_alone(self, answer, device):
         STEP.hold(
-            answer, device, "in the middle of training", "stale gradients", "a loss with a parameter"
+            answer,
+            device,
+            "in the middle of training",
+            "stale gradients",
+            "a loss with a parameter",
         )
 
     @pytest.mark.exact("train_step", "max_norm")

@@ -156,9 +156,7 @@ class TestPart3Train:
 
     @pytest.mark.survives("train", "untouched")
     def test_an_error_ends_the_run(self, answer, device):
-        RUN.hold(
-            answer, device, "the model fails at the third batch", "Ctrl-C at the third batch"
-        )
+        RUN.hold(answer, device, "the model fails at the third batch", "Ctrl-C at the third batch")
 
     @pytest.mark.survives("save_checkpoint", "saved")
     def test_a_save_changes_nothing(self, answer, device, tmp_path):
@@ -178,7 +176,16 @@ class TestPart3Train:
         save(answer, path, world)
         whole = path.read_bytes()
         go_on(world, 0, 2)
-        for failure in ("full 0", "full 1", "full 2", "full 3", "OSError", "RuntimeError", "Ctrl-C", "rename"):
+        for failure in (
+            "full 0",
+            "full 1",
+            "full 2",
+            "full 3",
+            "OSError",
+            "RuntimeError",
+            "Ctrl-C",
+            "rename",
+        ):
             if not old:
                 path.unlink(missing_ok=True)
             raised = _fails(failure, lambda: save(answer, path, world), world, len(whole))

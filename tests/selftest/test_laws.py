@@ -1,0 +1,168 @@
+"""The laws themselves: differences in words, suspects, what is left untouched, scenarios."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import math
+import random
+import weakref
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from kit.catalog import all_katas
+from kit.laws import untouched
+from kit.laws.checks import SpecFailure, check_bar, check_close, check_equal
+from kit.laws.differences import differences
+from kit.laws.law import Law
+from kit.laws.sequences import for_all
+
+T = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "words"),
+    [
+        (T([1.0, math.nan, 3.0]), T([1.0, 2.0, 3.0]), "NaN at [1]"),
+        (T([[1.0, math.inf], [math.inf, 2.0]]), torch.ones(2, 2), "infinite at [0, 1] and 1 more"),
+        (torch.zeros(2), T([1.0, 2.0]), "zero everywhere"),
+        (T(0.0), T(2.0), "zero"),
+        (T([2.0, 4.0]), T([1.0, 2.0]), "2 x what is expected, everywhere"),
+        (T([1.0, 2.0]), T([3.0, 6.0]), "1/3 x what is expected, everywhere"),
+        (T([-1.0, 2.0]), T([1.0, -2.0]), "-1 x what is expected, everywhere"),
+        (T(928.0), T(14.5), "64 x what is expected"),
+        (T([1.0, 2.0, 4.0]), T([1.0, 2.0, 3.0]), "4 for 3 at [2]"),
+        (T([1, 2]), T([1, 3]), "2 for 3 at [1]"),
+        (torch.ones(2, 3), torch.ones(3), "shape (2, 3)"),
+    ],
+)
+def test_a_difference_is_told_in_words(got, want, words):
+    assert differences(got, want).endswith(words) or words in differences(got, want).split(": ")[0]
+
+
+def test_a_factor_that_is_no_simple_number_is_told_of_tensors_only():
+    assert "1.37 x" in differences(T([1.37, 2.74]), T([1.0, 2.0]))
+    assert " x " not in differences(T(1.37), T(1.0))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda s: check_equal(3, 4, "x", cause="a guess", suspects=s),
+        lambda s: check_close(3.0, 4.0, "x", cause="a guess", suspects=s),
+        lambda s: check_bar("x", 3, 2, formula="f", cause="a guess", suspects=s),
+    ],
+)
+def test_a_suspect_that_fits_is_the_cause_and_any_other_is_a_guess(check):
+    with pytest.raises(SpecFailure) as sure:
+        check({"five": 5, "three": 3})
+    assert (sure.value.cause, sure.value.sure) == ("three", True)
+    assert "cause" in str(sure.value)
+    with pytest.raises(SpecFailure) as perhaps:
+        check({"five": 5})
+    assert (perhaps.value.cause, perhaps.value.sure) == ("a guess", False)
+    assert "perhaps   a guess" in str(perhaps.value)
+
+
+def test_the_shortest_sequence_that_fails_is_the_one_that_is_shown():
+    def check(numbers: list[int]) -> None:
+        check_equal(sum(n > 7 for n in numbers), 0, f"numbers above 7 in {numbers}", cause="")
+
+    with pytest.raises(SpecFailure, match=r"in \[8\]"):
+        for_all(st.lists(st.integers(0, 100)), check)
+
+
+def _answer(function) -> ModuleType:
+    module = ModuleType("answer")
+    function.__module__ = "answer"
+    module.f = function
+    untouched.watch(module, {})
+    return module
+
+
+CULPRITS = {
+    "autocast on cpu": lambda model, x: torch.set_autocast_enabled("cpu", True),
+    "autocast dtype on cpu": lambda model, x: torch.set_autocast_dtype("cpu", torch.float16),
+    "autocast cache": lambda model, x: torch.set_autocast_cache_enabled(False),
+    "grad mode": lambda model, x: torch.set_grad_enabled(False),
+    "default dtype": lambda model, x: torch.set_default_dtype(torch.float64),
+    "hooks on saved tensors": lambda model, x: torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t
+    ).__enter__(),
+    "garbage collector": lambda model, x: gc.disable(),
+    "random state of Python": lambda model, x: random.random(),
+    "training flags": lambda model, x: model[1].eval(),
+    "hooks of modules": lambda model, x: model[0].register_forward_hook(lambda *_: None),
+    "hooks of parameters": lambda model, x: model[0].weight.register_hook(lambda grad: None),
+    "attributes of modules": lambda model, x: setattr(model[0], "_mine", 1),
+    "requires_grad of parameters": lambda model, x: model[0].weight.requires_grad_(False),
+    "data of a tensor of shape (2,)": lambda model, x: x.add_(1),
+}
+
+
+@pytest.mark.parametrize("observable", CULPRITS)
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+def test_what_a_call_must_leave_untouched_is_watched(observable, raises):
+    def f(model: nn.Module, data: list[torch.Tensor]) -> None:
+        CULPRITS[observable](model, data[0])
+        if raises:
+            raise KeyError("mine")
+
+    try:
+        with pytest.raises(SpecFailure) as failure:
+            _answer(f).f(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [torch.ones(2)])
+    finally:
+        gc.enable()
+    assert failure.value.expected.startswith(f"{observable} as before ")
+    assert ("KeyError in f()" in failure.value.expected) is raises
+    assert failure.value.clause == untouched.CLAUSE
+
+
+def test_a_call_that_leaves_all_as_it_was_passes_and_keeps_nothing_alive():
+    gone = []
+
+    def f(data: list[torch.Tensor]) -> int:
+        data.clear()
+        gc.collect()
+        gone.append(there() is None)
+        return 3
+
+    tensor = torch.ones(3)
+    there = weakref.ref(tensor)
+    data = [tensor]
+    del tensor
+    assert _answer(f).f(data) == 3
+    assert gone == [True]
+
+
+def _laws():
+    for kata in all_katas():
+        if (kata.specs / "laws.py").is_file():
+            module = importlib.import_module(f"specs.{kata.name}.laws")
+            for name, law in vars(module).items():
+                if isinstance(law, Law):
+                    yield pytest.param(kata, module, name, law, id=f"{kata.name}.{name}")
+
+
+@pytest.mark.parametrize(("kata", "module", "name", "law"), [*_laws()])
+def test_each_scenario_of_a_law_is_tried_in_exactly_one_spec(kata, module, name, law):
+    tried: list[str] = []
+    for path in sorted(kata.specs.glob("test_*.py")):
+        spec_module = importlib.import_module(f"specs.{kata.name}.{path.stem}")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{name}.hold":
+                source = ", ".join(ast.unparse(argument) for argument in node.args[2:])
+                tried += law.named(tuple(eval(f"[{source}]", vars(spec_module).copy())))
+    assert sorted(tried) == sorted(law.scenarios)
+
+
+def test_a_scenario_that_is_not_there_is_an_error():
+    law = Law("amp_loop", "f", lambda *_: None, lambda *_: None, {"one, fp32": None}, (), {})
+    assert law.named(("one",)) == ["one, fp32"]
+    with pytest.raises(LookupError, match="no scenario 'on'"):
+        law.named(("on",))
