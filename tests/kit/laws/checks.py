@@ -77,11 +77,15 @@ def check(ok: bool, *, expected: str, got: object, cause: str) -> None:
 def check_equal(
     got: object, want: object, what: str, *, cause: str, suspects: Suspects | None = None
 ) -> None:
-    """Fail unless both are equal: tensors to the bit and in dtype, anything else by ==."""
+    """Fail unless both are equal: tensors to the bit and in dtype, anything else by ==.
+
+    Of dicts and lists of these the first part that differs is shown.
+    """
     __tracebackhide__ = True
     if same(got, want):
         return
     belief = next((b for b, value in (suspects or {}).items() if same(got, value)), None)
+    got, want, what = _narrowed(got, want, what)
     shown = show(want) if isinstance(want, torch.Tensor) else want
     fail(
         expected=f"{what} = {shown}",
@@ -95,7 +99,19 @@ def same(one: object, other: object) -> bool:
     """Whether both are equal: tensors to the bit and in dtype, anything else by ==."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and bool(one == other)
+
+
+def _narrowed(got: object, want: object, what: str) -> tuple[object, object, str]:
+    """The first part of a dict of tensors that differs, however deep."""
+    if isinstance(got, dict) and isinstance(want, dict) and got.keys() == want.keys():
+        key = next(key for key in want if not same(got[key], want[key]))
+        return _narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
+    return got, want, what
 
 
 def check_close(

@@ -3,12 +3,12 @@
     STEP = Law("amp_loop", "train_step", call, oracle.train_step, scenarios, FREE, CLAUSES)
 
     def test_no_foreign_parameter_counts(self, answer, device):
-        STEP.hold(answer, device, "a foreign parameter", "a frozen parameter")
+        STEP.hold(answer, device, "foreign parameters")
 
-A spec is one sentence of the contract, and names the scenarios in which it is tried. `FREE` is what
-the contract leaves open. The cause of a failure is computed: each mistake of the catalogue is put
-into the same scenarios, and where the answer differs just as a mistake does, in every scenario of
-the table, that mistake is the cause.
+A spec is one sentence of the contract, and names the group of scenarios in which it is tried; each
+group has one spec. `FREE` is what the contract leaves open. The cause of a failure is computed:
+each mistake of the catalogue is put into the same scenarios, and where the answer differs just as a
+mistake does, in every scenario of the table, that mistake is the cause.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Law:
     Attributes:
         call: how an answer is called in a world.
         oracle: what it should do there.
+        groups: scenarios by group; a scenario's name occurs once.
         free: what the contract leaves open.
         clauses: the start of an observable's name, to the clause of the contract about it and to
             what a difference most likely means.
@@ -63,32 +64,25 @@ class Law:
     function: str
     call: Callable[[ModuleType, World], Any]
     oracle: Callable[[World], Any]
-    scenarios: Mapping[str, Callable[[], World]]
+    groups: Mapping[str, Mapping[str, Callable[[], World]]]
     free: tuple[Free, ...]
     clauses: Mapping[str, tuple[str, str]]
     _right: dict[str, Trace] = field(default_factory=dict)
     _guesses: dict[tuple[str, str], Trace | None] = field(default_factory=dict)
 
-    def hold(self, answer: ModuleType, device: torch.device, *names: str) -> None:
-        """Fail unless the answer does as the oracle in every scenario whose name starts so."""
+    def __post_init__(self) -> None:
+        self.scenarios = {name: s for group in self.groups.values() for name, s in group.items()}
+
+    def hold(self, answer: ModuleType, device: torch.device, group: str) -> None:
+        """Fail unless the answer does as the oracle in every scenario of the group."""
         __tracebackhide__ = True
-        chosen = self.named(names)
+        chosen = [*self.groups[group]]
         found: list[Difference] = []
         for scenario in chosen:
             got = self._see(answer, scenario, device)
             found += self._differences(scenario, got, self._wanted(scenario, device))[:1]
         if found:
             self._fail(found, len(chosen), answer, device)
-
-    def named(self, names: tuple[str, ...]) -> list[str]:
-        """The scenarios whose names start so. LookupError if a name fits none."""
-        chosen: dict[str, None] = {}
-        for name in names:
-            fitting = [s for s in self.scenarios if s == name or s.startswith(f"{name}, ")]
-            if not fitting:
-                raise LookupError(f"{self.function} has no scenario {name!r}")
-            chosen.update(dict.fromkeys(fitting))
-        return list(chosen)
 
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from kit.laws.toys import mse
 from kit.laws.trace import Planted, PlantedInterrupt, World
 
 Twist = Callable[[World], object]
+Rows = Mapping[str, tuple[Twist, ...]]
 Table = dict[str, Callable[[], World]]
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,19 +31,25 @@ def twisted(base: Callable[[], World], *twists: Twist) -> Callable[[], World]:
     return build
 
 
-def table(base: Callable[[], World], rows: Mapping[str, tuple[Twist, ...]]) -> Table:
-    """A scenario for each row."""
-    return {name: twisted(base, *twists) for name, twists in rows.items()}
-
-
 def in_precisions(
-    base: Callable[[], World], rows: Mapping[str, tuple[Twist, ...]], *names: str
-) -> Table:
-    """A scenario for each row in each precision; named "a row, fp16"."""
+    base: Callable[[], World], groups: Mapping[str, Rows], *names: str
+) -> dict[str, Table]:
+    """Groups of scenarios, one for each row in each precision; named "a row, fp16"."""
     return {
-        f"{name}, {precision}": twisted(base, in_precision(precision), *twists)
-        for name, twists in rows.items()
-        for precision in names or PRECISIONS
+        group: {
+            f"{name}, {precision}": twisted(base, in_precision(precision), *twists)
+            for name, twists in rows.items()
+            for precision in names or PRECISIONS
+        }
+        for group, rows in groups.items()
+    }
+
+
+def as_they_are(base: Callable[[], World], groups: Mapping[str, Rows]) -> dict[str, Table]:
+    """Groups of scenarios, one for each row."""
+    return {
+        group: {name: twisted(base, *twists) for name, twists in rows.items()}
+        for group, rows in groups.items()
     }
 
 
@@ -176,6 +183,6 @@ def fails(
     return twist
 
 
-def refused(*twists: Twist, mentions: tuple[str, ...] = ()) -> tuple[Twist, ...]:
+def refused(*twists: Twist, mentions: Iterable[object] = ()) -> tuple[Twist, ...]:
     """A call that is refused with such words, in the middle of training."""
-    return (put(mentions=mentions), *twists, trained_before)
+    return (put(mentions=tuple(map(str, mentions))), *twists, trained_before)

@@ -1,4 +1,4 @@
-"""The laws of train_step and train: as the oracle does, apart from what the contract leaves open."""
+"""The laws of train_step and train: as the oracle does, apart from what is free."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kit.laws.checks import check_close, check_equal
+from kit.laws.checks import check_close, check_equal, same
+from kit.laws.sequences import for_all
 
 SIZES = (7, 4, 5)  # of the parameters of one optimizer, in two groups
 OVERFLOWS = (math.inf, -math.inf, math.nan)
@@ -56,12 +58,8 @@ class Side:
             groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
             self.optimizers.append(torch.optim.SGD(groups, lr=0.125, momentum=0.5))
 
-    def params(self, number: int) -> list[Tensor]:
-        groups = self.optimizers[number].param_groups
-        return [p for group in groups for p in group["params"]]
-
     def do(self, call: Call, fresh: Callable[[], Any]) -> str:
-        """The name of the error, or nothing. `fresh` makes the scaler that a reload goes on with."""
+        """What was raised. `fresh` makes the scaler that a reload goes on with."""
         try:
             if call.name == "backward":
                 self._backward(call)
@@ -77,14 +75,34 @@ class Side:
             if type(error) not in (RuntimeError, AssertionError):
                 raise  # an AssertionError is GradScaler's, for an update with nothing to go by
             return "RuntimeError"
-        return ""
+        return "nothing"
+
+    def seen(self) -> dict[str, Any]:
+        """The scale, and of each optimizer weights and finite gradients."""
+        seen: dict[str, Any] = {"scale": self.scaler.get_scale()}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, p in enumerate(_params(optimizer)):
+                what = f"parameter {place} of optimizer {number}"
+                seen[what] = p.detach()
+                if p.grad is not None and bool(p.grad.isfinite().all()):
+                    seen[f"gradient of {what}"] = p.grad
+        return seen
 
     def _backward(self, call: Call) -> None:
         scale = self.scaler.get_scale()
-        for number, p in enumerate(self.params(call.optimizer)):
+        for number, p in enumerate(_params(self.optimizers[call.optimizer])):
             p.grad = None if number == call.missing else torch.full_like(p, call.value * scale)
             if call.bad is not None and number == call.at[0] and p.grad is not None:
                 p.grad[call.at[1]] = call.bad
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+Calls = st.SearchStrategy[list[Call]]
+EITHER = st.sampled_from((None, math.inf))
+ANYWHERE = st.sampled_from([(n, e) for n, size in enumerate(SIZES) for e in range(size)])
 
 
 def backward(**kinds: Any) -> st.SearchStrategy[Call]:
@@ -92,54 +110,47 @@ def backward(**kinds: Any) -> st.SearchStrategy[Call]:
     return st.builds(Call, st.just("backward"), **kinds)
 
 
-OVERFLOW_ANYWHERE = {
-    "bad": st.sampled_from((None, *OVERFLOWS)),
-    "at": st.sampled_from([(n, e) for n, size in enumerate(SIZES) for e in range(size)]),
-}
+def rounds(*parts: Calls | st.SearchStrategy[Call]) -> Calls:
+    """One to five rounds of these calls, with an update at the end of each."""
+    lists = [part.map(lambda made: made if isinstance(made, list) else [made]) for part in parts]
+    one = st.tuples(*lists, st.just([Call("update")])).map(_joined)
+    return st.lists(one, min_size=1, max_size=5).map(_joined)
 
 
-def rounds(*before: st.SearchStrategy[Call]) -> st.SearchStrategy[list[Call]]:
-    """Rounds of such calls, with an update at the end of each."""
-    one = st.tuples(*before, st.just(Call("update")))
-    return st.lists(one, min_size=1, max_size=6).map(
-        lambda r: [call for part in r for call in part]
-    )
+def _joined(lists: Iterable[list[Call]]) -> list[Call]:
+    return [*itertools.chain.from_iterable(lists)]
+
+
+def hold(
+    answer: ModuleType, device: torch.device, calls: Calls, cause: str, **options: Any
+) -> None:
+    """Fail unless the answer's scaler does as GradScaler does, through sequences of such calls."""
+    __tracebackhide__ = True
+    for_all(calls, lambda case: agree(answer, device, case, cause, **options))
 
 
 def agree(
     answer: ModuleType,
     device: torch.device,
     calls: list[Call],
-    *,
     cause: str,
     count: int = 1,
     **options: Any,
 ) -> None:
-    """Fail unless the answer's scaler does as GradScaler does, after every one of the calls."""
+    """The same for one sequence, with `count` optimizers, and after every one of its calls."""
     __tracebackhide__ = True
+    options = {"init_scale": 8.0, "growth_interval": 2} | options
+    torchs = partial(GradScaler, device.type)
     mine = Side(answer.LossScaler(**options), device, count)
-    true = Side(GradScaler(device.type, **options), device, count)
+    true = Side(torchs(**options), device, count)
     for number, call in enumerate(calls, 1):
-        so_far = "after " + "; ".join(map(str, calls[:number]))
-        want = true.do(call, partial(GradScaler, device.type))
-        got = mine.do(call, answer.LossScaler)
-        check_equal(got or "no error", want or "no error", f"the last call {so_far}", cause=cause)
-        scales = mine.scaler.get_scale(), true.scaler.get_scale()
-        if scales[0] != scales[1]:
-            check_close(*scales, f"scale {so_far}", rtol=1e-6, cause=cause)
-        for optimizer in range(count):
-            _same_weights(mine, true, optimizer, so_far, cause)
-    check_equal(mine.scaler.state_dict(), true.scaler.state_dict(), f"state {so_far}", cause=cause)
-
-
-def _same_weights(mine: Side, true: Side, optimizer: int, so_far: str, cause: str) -> None:
-    __tracebackhide__ = True
-    both = zip(mine.params(optimizer), true.params(optimizer), strict=True)
-    for number, (p, q) in enumerate(both):
-        what = f"parameter {number} of optimizer {optimizer} {so_far}"
-        if not torch.equal(p, q):
-            check_close(p, q, what, rtol=1e-6, cause=cause)
-        if p.grad is None or q.grad is None or torch.equal(p.grad, q.grad):
-            continue
-        if bool(q.grad.isfinite().all()):
-            check_close(p.grad, q.grad, f"gradient of {what}", rtol=1e-6, cause=cause)
+        want, got = true.do(call, torchs), mine.do(call, answer.LossScaler)
+        so_far = "; ".join(map(str, calls[:number]))
+        check_equal(got, want, f"what the last call raised: {so_far}", cause=cause)
+        here, there = mine.seen(), true.seen()
+        for name, value in there.items():
+            if name not in here or not same(here[name], value):
+                other = here.get(name, torch.nan)
+                check_close(other, value, f"{name} after {so_far}", rtol=1e-6, cause=cause)
+    states = mine.scaler.state_dict(), true.scaler.state_dict()
+    check_equal(*states, f"state after {'; '.join(map(str, calls))}", cause=cause)

@@ -1,14 +1,14 @@
-"""Training runs that are saved and resumed, and disks that fail."""
+"""Training runs that are saved and resumed, and saves that fail."""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import resource
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,11 +23,9 @@ BATCHES = 6
 def run(precision: str, device: torch.device) -> World:
     """A run with all that training carries along: dropout, batch norm, Adam, scale and schedule."""
     draw.seed(11)
-    model = nn.Sequential(
-        nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Tanh(), nn.Linear(9, 2)
-    )
+    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Tanh(), nn.Linear(9, 2)
     batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
-    world = World(model, batches, adam={"lr": 0.02})
+    world = World(nn.Sequential(*layers), batches, adam={"lr": 0.02})
     in_precision(precision)(world)
     if precision == "fp16":
         world.scaler = {"init_scale": 256.0, "growth_interval": 2}
@@ -45,29 +43,18 @@ def go_on(world: World, first: int, last: int) -> list[float]:
     return [result.loss.item() for result in results]
 
 
-def save(answer: ModuleType, path: Path, world: World) -> None:
-    answer.save_checkpoint(path, world.model, world.optimizer, world.grad_scaler, world.scheduler)
+def save(answer: ModuleType, path: Any, w: World) -> None:
+    answer.save_checkpoint(path, w.model, w.optimizer, w.grad_scaler, w.scheduler)
 
 
-def load(answer: ModuleType, path: Path, world: World) -> None:
-    answer.load_checkpoint(path, world.model, world.optimizer, world.grad_scaler, world.scheduler)
-
-
-@contextlib.contextmanager
-def full_disk(free: int) -> Iterator[None]:
-    """No file may grow beyond `free` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def load(answer: ModuleType, path: Any, w: World) -> None:
+    answer.load_checkpoint(path, w.model, w.optimizer, w.grad_scaler, w.scheduler)
 
 
 class Unsavable(torch.Tensor):
     """A tensor whose pickling fails, when part of the file may have been written."""
 
-    error: Any = OSError
+    error: type[BaseException] = OSError
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Unsavable:
@@ -75,3 +62,36 @@ class Unsavable(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> object:
         raise self.error("no space left on device")
+
+
+# How a save fails: the disk has room for so many quarters of the file, an error while the state is
+# pickled, or a rename that does not happen.
+FAILURES = [0, 1, 2, 3, OSError, RuntimeError, KeyboardInterrupt, "rename"]
+
+
+def fails(failure: object, call: Callable[[], None], model: nn.Module, size: int) -> bool:
+    """Whether the call raised when the save had to fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            if isinstance(failure, int):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (failure * size // 4, hard))
+            elif isinstance(failure, type):
+                patch.setattr(Unsavable, "error", failure)
+                model.register_buffer("breaks", Unsavable(torch.zeros(5)))
+            else:
+                for name in ("replace", "rename"):
+                    patch.setattr(os, name, _no_rename)
+            call()
+        except (OSError, RuntimeError, KeyboardInterrupt) as error:
+            if isinstance(error, NotImplementedError):
+                raise
+            return True
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            model._buffers.pop("breaks", None)
+    return False
+
+
+def _no_rename(*paths: object) -> None:
+    raise OSError("no rename")

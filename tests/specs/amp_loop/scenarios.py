@@ -11,8 +11,8 @@ from kit.laws import draw
 from kit.laws.toys import mse
 from kit.laws.trace import PlantedInterrupt, Probe, World
 from kit.laws.twists import (
-    Table,
     Twist,
+    as_they_are,
     fails,
     foreign,
     frozen,
@@ -25,7 +25,6 @@ from kit.laws.twists import (
     put,
     refused,
     stale,
-    table,
     tied,
     trained_before,
     unused,
@@ -71,60 +70,86 @@ def large_inputs(w: World) -> None:
     w.batches = [(x * 2.0**20, y) for x, y in w.batches]
 
 
+def in_lists(w: World) -> None:
+    """As DataLoader makes them."""
+    w.batches = [list(batch) for batch in w.batches]
+
+
 def infinite_target(w: World) -> None:
     w.batches[0][1][0, 0] = math.inf
     w.tags = {*w.tags, "not finite"}
 
 
-EVERYWHERE: dict[str, tuple[Twist, ...]] = {
-    "a plain step": (),
-    "pairs in lists": (lambda w: setattr(w, "batches", [list(batch) for batch in w.batches]),),
-    "a loss that ends in a matrix product": (put(loss=matrix_loss),),
-    "inputs of 2**20": (large_inputs,),
-    "in the middle of training": (trained_before,),
-    "stale gradients": (stale,),
-    "a loss with a parameter": (loss_with_a_parameter, option(max_norm=0.5)),
-    "clipped": (option(max_norm=0.5),),
-    "max_norm that nothing reaches": (option(max_norm=1e4),),
-    "max_norm inf": (option(max_norm=math.inf),),
-    "gradients of zero": (option(max_norm=1.0), put(loss=lambda out, y: mse(out, y) * 0)),
-    "a group for each parameter": (put(groups=True), option(max_norm=0.5)),
-    "tied weights": (tied, option(max_norm=0.5)),
-    "Adam": (put(adam={"lr": 0.01}),),
-    "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
-    "a parameter without a gradient": (unused,),
-    "a frozen parameter": (frozen, option(max_norm=0.5)),
-    "a foreign parameter": (foreign, option(max_norm=0.5)),
-    "a gradient of 1e30": (huge,),
-    "a gradient of 1e30, clipped": (huge, option(max_norm=3.0), put(sgd={"lr": 0.5})),
-    "the caller's bfloat16 autocast": (put(outer=lambda: torch.autocast("cpu", torch.bfloat16)),),
-    "the caller's autocast without cache": (
-        put(outer=lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)),
-    ),
-    "dropout in train mode": (insert(lambda: nn.Dropout(0.5)),),
-    "dropout in eval mode": (insert(lambda: nn.Dropout(0.5), train=False),),
-    "one layer in eval mode": (insert(lambda: nn.Dropout(0.5), layer_train=False),),
-    "batch norm": (insert(lambda: nn.BatchNorm1d(13)),),
-    "batch norm in eval mode": (insert(lambda: nn.BatchNorm1d(13), train=False),),
-    "an infinite gradient": (gradient(math.inf), trained_before),
-    "a NaN gradient": (gradient(math.nan), trained_before),
-    "an infinite gradient, clipped": (gradient(-math.inf), option(max_norm=1.0)),
-    "an infinite gradient, Adam": (gradient(math.inf), put(adam={"lr": 0.01}), trained_before),
-    "an infinite loss with finite gradients": (put(loss=lambda out, y: mse(out, y) + math.inf),),
-    "an infinite target": (infinite_target,),
-    "the model fails": (trained_before, fails("model")),
-    "Ctrl-C in the model": (trained_before, fails("model", 1, PlantedInterrupt)),
-    "the loss fails": (trained_before, fails("loss")),
-    "the optimizer fails": (trained_before, fails("step", 2)),
+INF, NAN, HALF = math.inf, math.nan, option(max_norm=0.5)
+IN_EACH_PRECISION: dict[str, dict[str, tuple[Twist, ...]]] = {
+    "autocast": {
+        "a plain step": (),
+        "a loss that ends in a matrix product": (put(loss=matrix_loss),),
+        "inputs of 2**20": (large_inputs,),
+    },
+    "gradients": {
+        "in the middle of training": (trained_before,),
+        "stale gradients": (stale,),
+        "a loss with a parameter": (loss_with_a_parameter, HALF),
+    },
+    "max_norm": {
+        "clipped": (HALF,),
+        "max_norm that nothing reaches": (option(max_norm=1e4),),
+        "max_norm inf": (option(max_norm=INF),),
+        "gradients of zero": (option(max_norm=1.0), put(loss=lambda out, y: mse(out, y) * 0)),
+    },
+    "grad_norm": {
+        "a group for each parameter": (put(groups=True), HALF),
+        "tied weights": (tied, HALF),
+    },
+    "skipped": {
+        "an infinite gradient": (gradient(INF), trained_before),
+        "a NaN gradient": (gradient(NAN), trained_before),
+        "an infinite gradient, clipped": (gradient(-INF), option(max_norm=1.0)),
+        "an infinite gradient, Adam": (gradient(INF), put(adam={"lr": 0.01}), trained_before),
+        "an infinite target": (infinite_target,),
+        "an infinite loss with finite gradients": (put(loss=lambda out, y: mse(out, y) + INF),),
+        "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
+        "Adam": (put(adam={"lr": 0.01}),),
+    },
+    "a list": {"pairs in lists": (in_lists,)},
+    "no gradient": {"a parameter without a gradient": (unused,)},
+    "foreign parameters": {
+        "a frozen parameter": (frozen, HALF),
+        "a foreign parameter": (foreign, HALF),
+    },
+    "huge gradients": {
+        "a gradient of 1e30": (huge,),
+        "a gradient of 1e30, clipped": (huge, option(max_norm=3.0), put(sgd={"lr": 0.5})),
+    },
+    "the caller's autocast": {
+        "inside bfloat16": (put(outer=lambda: torch.autocast("cpu", torch.bfloat16)),),
+        "inside float16 without cache": (
+            put(outer=lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)),
+        ),
+    },
+    "the caller's mode": {
+        "dropout in train mode": (insert(lambda: nn.Dropout(0.5)),),
+        "dropout in eval mode": (insert(lambda: nn.Dropout(0.5), train=False),),
+        "one layer in eval mode": (insert(lambda: nn.Dropout(0.5), layer_train=False),),
+        "batch norm": (insert(lambda: nn.BatchNorm1d(13)),),
+        "batch norm in eval mode": (insert(lambda: nn.BatchNorm1d(13), train=False),),
+    },
+    "errors": {
+        "the model fails": (trained_before, fails("model")),
+        "Ctrl-C in the model": (trained_before, fails("model", 1, PlantedInterrupt)),
+        "the loss fails": (trained_before, fails("loss")),
+        "the optimizer fails": (trained_before, fails("step", 2)),
+    },
 }
-SCALED: dict[str, tuple[Twist, ...]] = {
-    "a scale of 65536": (put(scaler={"init_scale": 65536.0}, loss=lambda out, y: out.mean()),),
-    "a scale that grows": (put(scaler={"init_scale": 64.0, "growth_interval": 1}),),
-    "a scale that grows at the next step": (
-        put(scaler={"init_scale": 64.0, "growth_interval": 2}),
-    ),
+IN_FLOAT16: dict[str, dict[str, tuple[Twist, ...]]] = {
+    "a large scale": {
+        "a scale of 65536": (put(scaler={"init_scale": 65536.0}, loss=lambda out, y: out.mean()),),
+        "a scale that grows": (put(scaler={"init_scale": 64.0, "growth_interval": 1}),),
+        "a scale that grows next": (put(scaler={"init_scale": 64.0, "growth_interval": 2}),),
+    },
 }
-NO_PAIRS = {
+NO_PAIRS: dict[str, tuple[object, ...]] = {
     "no rows": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
     "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),
     "1 input and 6 targets": ((torch.ones(1, 7), torch.ones(6, 5)), "1", "6"),
@@ -134,14 +159,14 @@ NO_PAIRS = {
 }
 
 
-def _batch(value: object, at: int = 0) -> Twist:
-    return lambda w: w.batches.__setitem__(at, value)
-
-
-def no_pairs(at: int) -> dict[str, tuple[Twist, ...]]:
+def _no_pairs(at: int) -> dict[str, tuple[Twist, ...]]:
     """A batch at this place that is no pair of tensors of one length."""
+
+    def put_there(value: object) -> Twist:
+        return lambda w: w.batches.__setitem__(at, value)
+
     return {
-        f"a batch of {name}": refused(_batch(batch, at), mentions=tuple(mentions))
+        f"a batch of {name}": refused(put_there(batch), mentions=mentions)
         for name, (batch, *mentions) in NO_PAIRS.items()
     }
 
@@ -164,30 +189,32 @@ BAD_OPTIONS = {
         for value in (-2.5, 0.0, math.nan, -math.inf)
     },
 }
-TRAIN_STEP: Table = {
-    **in_precisions(one_step, EVERYWHERE),
-    **in_precisions(one_step, SCALED, "fp16"),
-    **table(one_step, no_pairs(0)),
-    **table(one_step, BAD_OPTIONS),
+TRAIN_STEP = {
+    **in_precisions(one_step, IN_EACH_PRECISION),
+    **in_precisions(one_step, IN_FLOAT16, "fp16"),
+    **as_they_are(one_step, {"no pairs": _no_pairs(0), "options": BAD_OPTIONS}),
 }
-TRAIN: Table = {
+TRAIN = {
     **in_precisions(
         many_steps,
         {
-            "a plain run": (),
-            "a clipped run": (option(max_norm=0.5),),
-            "no schedule": (put(gamma=None),),
-            "dropout": (insert(lambda: nn.Dropout(0.5)),),
-            "the model fails at the third batch": (fails("model", 3),),
-            "Ctrl-C at the third batch": (fails("model", 3, PlantedInterrupt),),
+            "batches": {
+                "a plain run": (),
+                "a clipped run": (HALF,),
+                "no batches": (lambda w: w.batches.clear(),),
+                "dropout": (insert(lambda: nn.Dropout(0.5)),),
+                "no schedule": (put(gamma=None),),
+            },
+            "errors": {
+                "the model fails at the third batch": (fails("model", 3),),
+                "Ctrl-C at the third batch": (fails("model", 3, PlantedInterrupt),),
+            },
         },
     ),
     **in_precisions(
         many_steps,
-        {f"an overflow at batch {n}": (gradient(math.inf, n),) for n in (1, 2, 4, 7)},
+        {"overflows": {f"at batch {n}": (gradient(INF, n),) for n in (1, 2, 4, 7)}},
         "fp16",
     ),
-    **table(many_steps, {"no batches": (lambda w: w.batches.clear(),)}),
-    **table(many_steps, no_pairs(3)),
-    **table(many_steps, BAD_OPTIONS),
+    **as_they_are(many_steps, {"bad batches": _no_pairs(3) | BAD_OPTIONS}),
 }

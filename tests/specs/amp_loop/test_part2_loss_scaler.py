@@ -12,17 +12,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.amp import GradScaler
 
-from kit.laws import draw
 from kit.laws.checks import check, check_bar, check_equal, check_raises
-from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
-from kit.laws.toys import mlp, mse
 from kit.memory.ruler import measure
-from specs.amp_loop.loss_scaler import OVERFLOW_ANYWHERE, OVERFLOWS, Call, agree, backward, rounds
+from specs.amp_loop.loss_scaler import (
+    ANYWHERE,
+    EITHER,
+    OVERFLOWS,
+    Call,
+    Side,
+    agree,
+    backward,
+    hold,
+    rounds,
+)
+from specs.amp_loop.runs import BATCHES, go_on, run
 
-STEP, UNSCALE = st.just(Call("step")), st.just(Call("unscale_"))
-UPDATE, RELOAD = st.just(Call("update")), st.just(Call("reload"))
-GOOD_OR_BAD = backward(bad=st.sampled_from((None, math.inf)))
+STEP = st.just(Call("step"))
 
 
 class TestPart2LossScaler:
@@ -32,7 +38,7 @@ class TestPart2LossScaler:
 
     @pytest.mark.works("LossScaler", "unscale_")
     def test_a_step_by_hand(self, answer, device):
-        """Scale 8, a true gradient of 3: scaled 24, unscaled 3, and with lr 1 the weight is 5 - 3."""
+        """Scale 8, a gradient of 3: scaled 24, unscaled 3, and with lr 1 the weight is 5 - 3."""
         weight = nn.Parameter(torch.tensor([5.0], device=device))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         scaler = answer.LossScaler(init_scale=8.0)
@@ -72,80 +78,40 @@ class TestPart2LossScaler:
     @pytest.mark.parametrize("init_scale", [256.0, 0.25])
     def test_tracks_gradscaler_through_every_pattern_of_overflows(self, answer, device, init_scale):
         """All 64 scripts of six good and bad steps, growing after two good ones in a row."""
+        cause = "back off at once, count good steps in a row, and start over after both"
         for script in itertools.product((None, math.inf), repeat=6):
-            calls = [
-                call
-                for bad in script
-                for call in (Call("backward", bad=bad), Call("step"), Call("update"))
-            ]
-            agree(
-                answer,
-                device,
-                calls,
-                cause="back off at once, count good steps in a row, and start over after both",
-                init_scale=init_scale,
-                growth_interval=2,
-            )
+            calls = [(Call("backward", bad=bad), Call("step"), Call("update")) for bad in script]
+            agree(answer, device, [*itertools.chain(*calls)], cause, init_scale=init_scale)
 
     @pytest.mark.exact("LossScaler", "unscale_")
     @pytest.mark.parametrize("value", OVERFLOWS)
     def test_finds_an_overflow_anywhere(self, answer, device, value):
-        """First, middle and last element of first, middle and last parameter."""
-        for parameter, element in itertools.product((0, 1, 2), (0, 3, -1)):
-            calls = [
-                Call("backward"),
-                Call("step"),
-                Call("update"),
-                Call("backward", bad=value, at=(parameter, element)),
-                Call("step"),
-                Call("update"),
-            ]
-            cause = "not every element of every gradient is looked at"
-            agree(answer, device, calls, cause=cause, init_scale=8.0)
+        cause = "not every element of every gradient is looked at"
+        hold(answer, device, rounds(backward(bad=st.just(value), at=ANYWHERE), STEP), cause)
 
     @pytest.mark.exact("LossScaler", "step")
     def test_step_unscales_unless_that_was_done(self, answer, device):
-        """With unscale_ before it or not, and with an update that no step came before."""
-        maybe = st.lists(UNSCALE, max_size=1)
-        steps = st.lists(STEP, max_size=1)
-        one = st.tuples(GOOD_OR_BAD, maybe, steps).filter(lambda r: bool(r[1] or r[2]))
-        calls = st.lists(one, min_size=1, max_size=5).map(
-            lambda rs: [c for b, u, s in rs for c in (b, *u, *s, Call("update"))]
-        )
-        for_all(
-            calls,
-            lambda case: agree(
-                answer,
-                device,
-                case,
-                cause="gradients are unscaled twice or not at all, or update() asks who has stepped",
-                init_scale=8.0,
-                growth_interval=2,
-            ),
-        )
+        """With unscale_ before it, without, and with an update that no step came before."""
+        calls = st.sampled_from([["unscale_", "step"], ["step"], ["unscale_"]])
+        calls = calls.map(lambda names: [Call(name) for name in names])
+        cause = "gradients are unscaled twice or not at all, or update() asks who has stepped"
+        hold(answer, device, rounds(backward(bad=EITHER), calls), cause)
 
     @pytest.mark.exact("LossScaler", "state")
     @pytest.mark.parametrize("direction", ["own", "from_torch", "to_torch"])
     def test_its_state_goes_on_where_it_was(self, answer, device, direction):
         """Saved in the middle of a run of good steps, and loaded into one with other options."""
-        options = {
-            "init_scale": 64.0,
-            "growth_factor": 4.0,
-            "backoff_factor": 0.25,
-            "growth_interval": 3,
-        }
+        options = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+        options |= {"init_scale": 64.0}
         torchs = partial(GradScaler, device.type)
         saves = torchs if direction == "from_torch" else answer.LossScaler
         loads = torchs if direction == "to_torch" else answer.LossScaler
         saved, whole = saves(**options), torchs(**options)
-        optimizers = [
-            torch.optim.SGD([nn.Parameter(torch.ones(3, device=device))]) for _ in range(2)
-        ]
         script = (None, math.inf, None, None, None, None, math.inf, None, None)
-        want = _scales(whole, optimizers[1], script)[3:]
-        _scales(saved, optimizers[0], script[:4])
+        want = _scales(whole, device, script)[3:]
+        _scales(saved, device, script[:4])
         state, loaded = saved.state_dict(), loads()
-        _scales(saved, optimizers[0], (math.inf,))  # what comes after must not leak into it
+        _scales(saved, device, (math.inf,))  # what comes after must not leak into it
         loaded.load_state_dict(state)
         kinds = {type(value).__name__ for value in state.values()}
         check(
@@ -154,7 +120,7 @@ class TestPart2LossScaler:
             got=kinds,
             cause="a tensor in the state changes with the scaler after the save",
         )
-        got = [loaded.get_scale(), *_scales(loaded, optimizers[0], script[4:])]
+        got = [loaded.get_scale(), *_scales(loaded, device, script[4:])]
         cause = "a number is missing in the state: scale, factors, interval or good steps so far"
         check_equal(got, want, "scales from the save on", cause=cause)
 
@@ -193,34 +159,18 @@ class TestPart2LossScaler:
 
     @pytest.mark.survives("LossScaler", 1)
     def test_optimizers_share_one_scale(self, answer, device):
-        """Two of them, in any order, each with overflows or without; one update for both."""
-        which = st.permutations([0, 1])
-        bad = st.tuples(*[st.sampled_from((None, math.inf))] * 2)
-        calls = st.lists(st.tuples(which, bad), min_size=1, max_size=4).map(
-            lambda rs: [
-                call
-                for order, bads in rs
-                for call in (
-                    *(Call("backward", n, bad=bads[n]) for n in order),
-                    *(Call("step", n) for n in order),
-                    Call("update"),
-                )
-            ]
-        )
+        """Two of them, each with overflows or without, in either order; one update for both."""
+        order = st.permutations([Call("step", 0), Call("step", 1)])
+        both = [backward(optimizer=st.just(number), bad=EITHER) for number in (0, 1)]
         cause = "overflows, or good steps, are kept for all together or for the last one only"
-        for_all(
-            calls,
-            lambda case: agree(
-                answer, device, case, cause=cause, count=2, init_scale=8.0, growth_interval=2
-            ),
-        )
+        hold(answer, device, rounds(*both, order), cause, count=2)
 
     @pytest.mark.survives("LossScaler", 2)
     def test_does_not_grow_out_of_float32(self, answer, device):
         """Twice 2**127 is above float32's largest number, and GradScaler stays."""
         calls = [Call("backward", value=0.0), Call("step"), Call("update")] * 4
         cause = "the scale grows without end, and then every gradient is infinite"
-        agree(answer, device, calls, cause=cause, init_scale=2.0**126, growth_interval=1)
+        agree(answer, device, calls, cause, init_scale=2.0**126, growth_interval=1)
 
     @pytest.mark.survives("LossScaler", 3)
     def test_refuses_float16_gradients(self, answer, device):
@@ -246,30 +196,23 @@ class TestPart2LossScaler:
         """Four times 3e38 is above float32's largest; each of them is not."""
         calls = [Call("backward", value=1.5e38), Call("step"), Call("update")]
         cause = "the sum or the norm of a gradient is looked at, not its elements"
-        agree(answer, device, calls, cause=cause, init_scale=2.0, growth_interval=3)
+        agree(answer, device, calls, cause, init_scale=2.0)
 
     @pytest.mark.survives("LossScaler", 6)
     def test_leaves_parameters_without_a_gradient_alone(self, answer, device):
-        calls = rounds(
-            backward(missing=st.sampled_from((None, 0, 1, 2)), **OVERFLOW_ANYWHERE), STEP
-        )
+        gradients = backward(missing=st.sampled_from((0, 1, 2)), bad=EITHER, at=ANYWHERE)
         cause = "a parameter without a gradient is stepped, or ends the step"
-        for_all(calls, lambda case: agree(answer, device, case, cause=cause, init_scale=8.0))
+        hold(answer, device, rounds(gradients, STEP), cause)
 
     @pytest.mark.survives("LossScaler", 7)
     def test_refuses_calls_out_of_order(self, answer, device):
         """Any calls in any order for two optimizers, with the scaler saved and loaded between."""
         number = st.sampled_from((0, 1))
-        either = st.builds(Call, st.sampled_from(("unscale_", "step")), number)
-        gradients = backward(optimizer=number, bad=st.sampled_from((None, math.inf)))
+        call = st.builds(Call, st.sampled_from(("unscale_", "step", "update", "reload")), number)
+        calls = st.lists(call | backward(optimizer=number, bad=EITHER), min_size=1, max_size=8)
         ready = [Call("backward", 0), Call("backward", 1)]
-        calls = st.lists(st.one_of(either, gradients, UPDATE, RELOAD), min_size=1, max_size=8)
         cause = "what was done since the last update is not kept for each optimizer"
-        for_all(
-            calls,
-            lambda case: agree(answer, device, ready + case, cause=cause, count=2, init_scale=8.0),
-            examples=100,
-        )
+        hold(answer, device, calls.map(lambda made: ready + made), cause, count=2)
 
     @pytest.mark.survives("LossScaler", "Raises")
     @pytest.mark.parametrize(
@@ -292,40 +235,24 @@ class TestPart2LossScaler:
 
     @pytest.mark.survives("train_step", "scaler")
     def test_train_step_takes_it_as_it_takes_gradscaler(self, answer, device):
-        """Five steps, the third with an overflow: the same weights, scales and skips."""
-
-        def run(scaler):
-            draw.seed(5)
-            model = mlp(6, 8, 2, device=device)
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-            told = []
-            for number in range(5):
-                batch = draw.randn(4, 6, device=device), draw.randn(4, 2, device=device)
-                if number == 2:
-                    batch[1][0, 0] = math.inf
-                result = answer.train_step(
-                    model, batch, mse, optimizer, scaler, dtype=torch.float16, max_norm=1.0
-                )
-                told.append((result.skipped, scaler.get_scale()))
-            return [p.detach() for p in model.parameters()], told
-
-        options = {"init_scale": 256.0, "growth_interval": 2}
-        true, true_told = run(GradScaler(device.type, **options))
-        got, got_told = run(answer.LossScaler(**options))
+        """Six steps, the second with an overflow: the same weights, scales and losses."""
+        true = run("fp16", device)
+        go_on(true, 0, BATCHES)
+        mine = run("fp16", device)
+        mine.grad_scaler = answer.LossScaler(init_scale=256.0, growth_interval=2)
+        parts = mine.loss_fn, mine.optimizer, mine.grad_scaler, mine.scheduler
+        answer.train(mine.model, mine.batches, *parts, dtype=torch.float16)
         cause = "train_step uses more of the scaler than its Protocol names"
-        check_equal(got_told, true_told, "(skipped, scale) after each step", cause=cause)
-        for mine, theirs in zip(got, true, strict=True):
-            check_equal(mine, theirs, "weights after five steps", cause=cause)
+        names = "weights", "scaler", "schedule"
+        got, want = mine.now(), true.now()
+        check_equal({n: got[n] for n in names}, {n: want[n] for n in names}, "", cause=cause)
 
 
-def _scales(scaler, optimizer, script):
+def _scales(scaler, device, script):
     """The scale after each step of a script of gradients, good (None) and bad."""
-    (param,) = optimizer.param_groups[0]["params"]
-    scaler.scale(torch.zeros((), device=param.device))  # GradScaler makes its scale here
-    scales = []
+    side, scales = Side(scaler, device), []
     for bad in script:
-        param.grad = torch.full_like(param, 1.0 if bad is None else bad)
-        scaler.step(optimizer)
-        scaler.update()
+        for call in (Call("backward", bad=bad), Call("step"), Call("update")):
+            side.do(call, lambda: None)
         scales.append(scaler.get_scale())
     return scales
