@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from kit.laws import draw
 from kit.laws.checks import check_equal
+from kit.laws.sequences import for_all
 from kit.laws.toys import mlp
 
-OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.003),
 }
@@ -50,6 +52,13 @@ def give_gradients(model: nn.Module, value: float) -> None:
     """The same 16-bit gradient for every trainable parameter."""
     for p in trainable(model):
         p.grad = torch.full_like(p, value)
+
+
+def train(trainer: Any, model: nn.Module, gradients: tuple[float, ...]) -> None:
+    """A step for each of these gradients."""
+    for value in gradients:
+        give_gradients(model, value)
+        trainer.step()
 
 
 @dataclass(frozen=True)
@@ -104,32 +113,42 @@ def calls(**kinds: Any) -> st.SearchStrategy[list[Call]]:
     )
 
 
-def agree(
-    answer: ModuleType, model: nn.Module, optimizer: str, sequence: list[Call], *, cause: str
+def hold(
+    answer: ModuleType,
+    build: Callable[[], nn.Module],
+    optimizer: str,
+    sequences: st.SearchStrategy[list[Call]],
+    cause: str,
 ) -> None:
-    """Fail unless the trainer does as float32 training does, after every one of the calls."""
+    """Fail unless the trainer does as float32 training does, after each call of a sequence."""
+    __tracebackhide__ = True
+    for_all(sequences, lambda case: _agree(answer, build(), OPTIMIZERS[optimizer], case, cause))
+
+
+def _agree(
+    answer: ModuleType, model: nn.Module, make: MakeOptimizer, sequence: list[Call], cause: str
+) -> None:
     __tracebackhide__ = True
     other = copy.deepcopy(model)
-    mine, true = (
-        answer.MasterWeights(model, OPTIMIZERS[optimizer]),
-        Twin(other, OPTIMIZERS[optimizer]),
-    )
+    mine, true = answer.MasterWeights(model, make), Twin(other, make)
     for number, call in enumerate(sequence, 1):
-        so_far = "after " + "; ".join(map(str, sequence[:number]))
+        so_far = "; ".join(map(str, sequence[:number]))
         if call.name == "backward":
-            for net in (model, other):
-                _backward(net, call)
+            _backward(model, call)
+            _backward(other, call)
         elif call.name == "reload":
             state = copy.deepcopy(mine.state_dict())
-            mine = answer.MasterWeights(model, OPTIMIZERS[optimizer])
+            mine = answer.MasterWeights(model, make)
             mine.load_state_dict(state)
         elif call.name == "zero_grad":
             mine.zero_grad()
             true.zero_grad()
         else:
             got, want = mine.step(call.loss_scale), true.step(call.loss_scale)
-            check_equal(got, want, f"the result of step() {so_far}", cause=cause)
-        _same(mine, true, model, other, so_far, cause)
+            check_equal(got, want, f"the result of step() after {so_far}", cause=cause)
+        check_equal(
+            _seen(mine, model), _seen(true, other), f"the trainer after {so_far}", cause=cause
+        )
 
 
 def _backward(model: nn.Module, call: Call) -> None:
@@ -141,21 +160,13 @@ def _backward(model: nn.Module, call: Call) -> None:
         last.view(-1)[-1] = call.bad
 
 
-def _same(
-    mine: Any, true: Twin, model: nn.Module, other: nn.Module, so_far: str, cause: str
-) -> None:
-    __tracebackhide__ = True
-    for number, (one, two) in enumerate(zip(mine.masters, true.masters, strict=True)):
-        check_equal(one.detach(), two.detach(), f"master {number} {so_far}", cause=cause)
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        check_equal(p.detach(), q.detach(), f"{name} of the model {so_far}", cause=cause)
-        check_equal(_grad(p), _grad(q), f"16-bit gradient of {name} {so_far}", cause=cause)
-    states = mine.optimizer.state_dict()["state"], true.optimizer.state_dict()["state"]
-    for key, want in states[1].items():
-        for name, value in want.items():
-            got = states[0].get(key, {}).get(name)
-            check_equal(got, value, f"{name} of master {key} {so_far}", cause=cause)
-
-
-def _grad(p: Tensor) -> Any:
-    return None if p.grad is None else p.grad.detach().nan_to_num(nan=7.0)
+def _seen(trainer: Any, model: nn.Module) -> dict[str, Any]:
+    """Weights, 16-bit gradients, masters, and the state of their optimizer."""
+    params = dict(model.named_parameters())
+    gradients = {n: p.grad.nan_to_num(nan=7.0) for n, p in params.items() if p.grad is not None}
+    return {
+        "weights": {name: p.detach() for name, p in params.items()},
+        "16-bit gradients": gradients,
+        "masters": {n: master.detach() for n, master in enumerate(trainer.masters)},
+        "optimizer": trainer.optimizer.state_dict()["state"],
+    }

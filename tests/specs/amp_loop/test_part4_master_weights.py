@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -10,21 +9,22 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from kit.laws.checks import check, check_bar, check_equal, check_raises
+from kit.laws.checks import check_bar, check_equal, check_raises
 from kit.laws.precisions import HALVES
-from kit.laws.sequences import for_all
 from kit.laws.toys import mlp
 from kit.memory.ruler import bytes_of, measure
 from specs.amp_loop.master_weights import (
     OPTIMIZERS,
     OVERFLOWS,
-    agree,
     calls,
     give_gradients,
+    hold,
     layer,
     tangled,
+    train,
 )
 
+INF = math.inf
 NAMES = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
@@ -61,10 +61,8 @@ class TestPart4MasterWeights:
     def test_is_float32_training_rounded(self, answer, device, dtype, optimizer):
         """Good and bad gradients, scaled and not, with zero_grad or a reload between."""
         cause = "compare with float32 training: widen, divide, look, step, round"
-        for_all(
-            calls(bad=st.sampled_from((None, None, *OVERFLOWS))),
-            lambda case: agree(answer, layer(device, dtype), optimizer, case, cause=cause),
-        )
+        sequences = calls(bad=st.sampled_from((None, None, *OVERFLOWS)))
+        hold(answer, lambda: layer(device, dtype), optimizer, sequences, cause)
 
     @pytest.mark.exact("MasterWeights", "masters")
     def test_masters_are_float32_leaves(self, answer, device):
@@ -81,24 +79,19 @@ class TestPart4MasterWeights:
     @pytest.mark.exact("MasterWeights", "state")
     def test_resumes_from_a_file(self, answer, device, tmp_path):
         """Masters, moments, and the learning rate that was set meanwhile."""
-        model = layer(device)
-        trainer = answer.MasterWeights(model, OPTIMIZERS["Adam"])
+        model, other = layer(device), layer(device)
+        trainer, loaded = (answer.MasterWeights(m, OPTIMIZERS["Adam"]) for m in (model, other))
         trainer.optimizer.param_groups[0]["lr"] = 0.0007
-        twin = copy.deepcopy(model)
-        for value in (1.0, -0.5):
-            give_gradients(model, value)
-            trainer.step()
+        train(trainer, model, (1.0, -0.5))
         torch.save(trainer.state_dict(), tmp_path / "masters.pt")
-        loaded = answer.MasterWeights(twin, OPTIMIZERS["Adam"])
         loaded.load_state_dict(torch.load(tmp_path / "masters.pt", weights_only=True))
         cause = "the model's own weights are not set from the masters"
-        check_equal(twin.weight.detach(), model.weight.detach(), "weight after load", cause=cause)
-        for net, which in ((model, trainer), (twin, loaded)):
-            give_gradients(net, 0.25)
-            which.step()
+        check_equal(other.weight.detach(), model.weight.detach(), "weight after load", cause=cause)
+        train(trainer, model, (0.25,))
+        train(loaded, other, (0.25,))
         cause = "masters are made anew from 16-bit weights, or the optimizer's state is lost"
-        for mine, true in zip(loaded.masters, trainer.masters, strict=True):
-            check_equal(mine.detach(), true.detach(), "master after the resumed step", cause=cause)
+        got, want = ([m.detach() for m in t.masters] for t in (loaded, trainer))
+        check_equal(got, want, "masters after the resumed step", cause=cause)
 
     @pytest.mark.saves("MasterWeights", "memory")
     def test_holds_sixteen_bytes_a_parameter(self, answer, reference, device):
@@ -156,21 +149,15 @@ class TestPart4MasterWeights:
     @HALVES
     def test_trains_a_model_with_frozen_and_tied_parameters(self, answer, device, dtype):
         cause = "frozen parameters need no master, and a tied one needs one"
-        for_all(
-            calls(),
-            lambda case: agree(answer, tangled(device, dtype), "SGD", case, cause=cause),
-            examples=10,
-        )
+        hold(answer, lambda: tangled(device, dtype), "SGD", calls(), cause)
 
     @pytest.mark.survives("MasterWeights", 3)
     @NAMES
     def test_leaves_a_parameter_without_a_gradient_alone(self, answer, device, optimizer):
         """Momentum and moments must not move it, after an overflow or a reload either."""
+        sequences = calls(bad=st.sampled_from((None, INF)), missing=st.sampled_from((None, 0, 1)))
         cause = "a gradient of an earlier step is used again"
-        for_all(
-            calls(bad=st.sampled_from((None, math.inf)), missing=st.sampled_from((None, 0, 1))),
-            lambda case: agree(answer, layer(device), optimizer, case, cause=cause),
-        )
+        hold(answer, lambda: layer(device), optimizer, sequences, cause)
 
     @pytest.mark.survives("MasterWeights", 4)
     def test_huge_but_finite_gradients_are_a_step(self, answer, device):
@@ -187,14 +174,12 @@ class TestPart4MasterWeights:
         loaded = answer.MasterWeights(model, OPTIMIZERS["SGD"])
         loaded.load_state_dict(saved.state_dict())
         before = [master.detach().clone() for master in saved.masters]
-        give_gradients(model, 1.0)
-        loaded.step()
+        train(loaded, model, (1.0,))
         cause = "the loaded masters are the saved tensors, not copies of them"
-        for mine, true in zip(saved.masters, before, strict=True):
-            check_equal(mine.detach(), true, "a saved master", cause=cause)
+        check_equal([m.detach() for m in saved.masters], before, "saved masters", cause=cause)
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    @pytest.mark.parametrize("scale", [0.0, -8.0, math.inf, math.nan])
+    @pytest.mark.parametrize("scale", [0.0, -8.0, INF, math.nan])
     def test_refuses_a_loss_scale(self, answer, device, scale):
         model = layer(device)
         trainer = answer.MasterWeights(model, OPTIMIZERS["SGD"])
@@ -233,6 +218,5 @@ class TestPart4MasterWeights:
             mentions=[count],
             when=f"for {count} masters where there are 2",
         )
-        same = all(a.equal(b) for a, b in zip(before, trainer.masters, strict=True))
         cause = "the number is checked too late, or by zip(strict=True) on the way"
-        check(same, expected="masters as before the refused load", got="others", cause=cause)
+        check_equal([m.detach() for m in trainer.masters], before, "masters", cause=cause)
