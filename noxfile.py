@@ -80,9 +80,9 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The proof of the repository: right answers pass, wrong ones and stubs are caught."""
+    """The proof of the repository: right answers pass, mistakes and stubs are caught."""
     python = _python(session, "prove")
-    proof = ("--answers=solutions,right,stubs,wrong", "--device=cpu")
+    proof = ("--answers=solutions,right,stubs,mistakes", "--device=cpu")
     _run(session, python, "-m", "pytest", "tests/specs", "tests/selftest", *proof, *session.posargs)
 
 

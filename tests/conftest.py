@@ -1,8 +1,8 @@
 """How answers meet specs: `--answers` says whose, `--device` says where.
 
 A spec takes the fixture `answer` and is run once for each answer that was selected. The candidate's
-answer, the reference and other right answers must pass. A wrong answer runs only under the spec
-that it names and must fail there, with the words that it names. A stub must fail everywhere with
+answer, the reference and other right answers must pass. A mistake runs only under the spec that it
+names and must fail there, with the words that it names. A stub must fail everywhere with
 NotImplementedError and nothing else.
 """
 
@@ -24,6 +24,7 @@ import pytest_timeout
 import torch
 
 from kit import forkserver
+from kit.answers.causes import Causes
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
 from kit.answers.stubs import is_untouched
@@ -39,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--answers",
         default="katas",
-        help="katas (default), solutions, right, stubs, wrong, or a file; commas join them",
+        help="katas (default), solutions, right, stubs, mistakes, or a file; commas join them",
     )
     group.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where to run")
     group.addoption(
@@ -64,7 +65,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         gpu.prepare(torch.device("cuda"))
 
 
-_sources = functools.cache(sources)  # it writes a file for each wrong answer
+_sources = functools.cache(sources)  # it writes a file for each mistake
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -76,26 +77,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     name = metafunc.function.__name__
-    answers = [a for a in answers if a.wrong is None or a.wrong.caught_by.partition("[")[0] == name]
+    answers = [a for a in answers if not a.mistake or a.mistake.caught_by.partition("[")[0] == name]
     metafunc.parametrize("answer", answers, ids=str, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a wrong answer only under the case that it names; skip what this device cannot show."""
+    """Keep a mistake only under the case that it names; skip what this device cannot show."""
     kept, dropped = [], []
     for item in items:
         answer = _answer_of(item)
-        wanted = answer.wrong.caught_by if answer and answer.wrong else ""
+        wanted = answer.mistake.caught_by if answer and answer.mistake else ""
         (kept if "[" not in wanted or wanted == _spec_of(item) else dropped).append(item)
         if item.get_closest_marker("gpu") and config.getoption("--device") != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-    cases = {_spec_of(item) for item in kept if (a := _answer_of(item)) and a.wrong}
-    for wanted in {a.wrong.caught_by for item in dropped if (a := _answer_of(item)) and a.wrong}:
-        if wanted not in cases:
-            raise pytest.UsageError(f"a wrong answer names {wanted}, and no spec has that case")
+    cases = {_spec_of(item) for item in kept if (a := _answer_of(item)) and a.mistake}
+    for mistake in {a.mistake for item in dropped if (a := _answer_of(item)) and a.mistake}:
+        if mistake.caught_by not in cases:
+            raise pytest.UsageError(f"{mistake.place}: no spec has the case {mistake.caught_by}")
     _refuse_untouched_stubs(config, kept)
 
 
@@ -133,25 +134,50 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """Turn the outcome round for answers that must fail."""
     __tracebackhide__ = True
     answer = _answer_of(pyfuncitem)
-    if answer is None or answer.kind not in ("stubs", "wrong"):
+    if answer is None or answer.kind not in ("stubs", "mistakes"):
         return (yield)
     try:
         yield
     except Exception as error:
-        if answer.wrong is None:
+        if answer.mistake is None:
             if isinstance(error, NotImplementedError):
                 return True
             raise
-        honest = answer.wrong.raises or checks.SpecFailure
+        honest = answer.mistake.raises or checks.SpecFailure
         if not isinstance(error, honest):
             raise
-        if answer.wrong.says not in str(error):
+        if answer.mistake.says not in str(error):
             pytest.fail(
                 f"{answer} is caught, but not for the reason that it names: "
-                f"{answer.wrong.says!r} is not in the message:\n{error}"
+                f"{answer.mistake.says!r} is not in the message:\n{error}"
             )
+        _causes(pyfuncitem.config).note(answer, pyfuncitem, error)
         return True
-    pytest.fail(f"the spec accepts {answer}: {answer.wrong.belief if answer.wrong else 'a stub'}")
+    what = answer.mistake.belief if answer.mistake else "a stub"
+    pytest.fail(f"the spec accepts {answer}: {what}")
+
+
+_CAUSES = pytest.StashKey[Causes]()
+_COMPLAINTS = pytest.StashKey[list[str]]()
+
+
+def _causes(config: pytest.Config) -> Causes:
+    return config.stash.setdefault(_CAUSES, Causes())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    ran = {a.mistake for item in session.items if (a := _answer_of(item)) and a.mistake}
+    complaints = _causes(session.config).complaints(ran)
+    session.config.stash[_COMPLAINTS] = complaints
+    if complaints and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for line in _causes(config).lines() + config.stash.get(_COMPLAINTS, []):
+        terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -73,11 +73,11 @@ def runs(also: list[str]) -> list[Run]:
     right = ",".join(["solutions", "right", *also])
     found = []
     for order, (processor, variables) in enumerate(PROCESSORS.items(), 101):
-        proof = ["tests/specs", "tests/selftest", f"--answers={right},stubs,wrong"]
+        proof = ["tests/specs", "tests/selftest", f"--answers={right},stubs,mistakes"]
         found.append(Run(f"proof, {processor}", [*proof, f"--randomly-seed={order}"], variables))
     for seed in range(1, SEEDS + 1):
         processor = list(PROCESSORS)[seed % len(PROCESSORS)]
-        mistakes, words = (",wrong", ", mistakes too") if seed <= SEEDS_OF_MISTAKES else ("", "")
+        mistakes, words = (",mistakes", ", mistakes too") if seed <= SEEDS_OF_MISTAKES else ("", "")
         options = [f"--answers={right}{mistakes}", f"--seed-shift={seed}"]
         found.append(
             Run(
@@ -94,7 +94,7 @@ def fingerprint(also: list[str]) -> str:
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in ("tests", "solutions"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".toml"):
+            if path.suffix in (".py", ".md", ".toml"):
                 digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     for path in (ROOT / "pyproject.toml", *map(Path, also)):
         digest.update(path.read_bytes())

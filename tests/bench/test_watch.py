@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kit.answers.loading import wrong_answers
+from kit.answers.catalogue import catalogue
 from kit.catalog import ROOT, Kata, all_katas
 from selftest.terminal import KEYS, Terminal
 from selftest.tiny import House, new_folder
@@ -39,7 +39,7 @@ def watch(kata: Kata) -> Iterator[Terminal]:
 def _copy() -> House:
     home = House(new_folder())
     for folder in ("katas", "solutions", "tests"):
-        skip = shutil.ignore_patterns("__pycache__", "wrong", "right", "selftest", "bench")
+        skip = shutil.ignore_patterns("__pycache__", "mistakes", "right", "selftest", "bench")
         shutil.copytree(ROOT / folder, home.root / folder, ignore=skip, dirs_exist_ok=True)
     (home.root / "tmp").mkdir()
     return home
@@ -47,8 +47,8 @@ def _copy() -> House:
 
 def test_first_failure_after_a_save(benchmark, kata: Kata, watch: Terminal) -> None:
     reference = kata.solution.read_text(encoding="utf-8")
-    wrongs = wrong_answers(kata)
-    texts = iter([w.source(reference) for w in wrongs[:: len(wrongs) // ROUNDS]])
+    mistakes, _ = catalogue(kata)
+    texts = iter([m.source(reference) for m in mistakes[:: len(mistakes) // ROUNDS]])
 
     def save() -> None:
         watch.save(next(texts))

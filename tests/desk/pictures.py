@@ -33,7 +33,7 @@ from desk.paper import Paper
 from desk.state import State
 from desk.terminal import Terminal
 from kit import catalog
-from kit.answers.loading import wrong_answers
+from kit.answers.catalogue import catalogue
 from kit.answers.stubs import make_stub
 
 _WIDTH = 80
@@ -117,11 +117,11 @@ def _watch(paper: Paper) -> None:
 
 
 def _hand_in(name: str, mistake: str = "") -> None:
-    """Make the reference the candidate's answer, with one of the mistakes of tests/wrong."""
+    """Make the reference the candidate's answer, with one of the mistakes of the catalogue."""
     found = catalog.find_kata(name)
     text = found.solution.read_text(encoding="utf-8")
     if mistake:
-        text = {wrong.name: wrong for wrong in wrong_answers(found)}[mistake].source(text)
+        text = {entry.name: entry for entry in catalogue(found)[0]}[mistake].source(text)
     found.stub.write_text(text, encoding="utf-8")
 
 

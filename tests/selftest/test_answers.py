@@ -1,4 +1,4 @@
-"""Wrong answers are caught by the specs that they name, and every spec catches one."""
+"""What every kata has: parts, specs in groups, mistakes for all of them, right answers, hints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from desk.asked import Misuse, locate
 from desk.hints import parse
-from kit.answers.loading import Wrong, caught, load, sources, wrong_answers
+from kit.answers.catalogue import catalogue
+from kit.answers.loading import load, sources
 from kit.catalog import ROOT, Kata, all_katas
-from selftest.tiny import WRONG, House, later, new_folder, result
 
 GROUPS = ("works", "exact", "saves", "survives")
 KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
@@ -70,19 +70,17 @@ def test_every_spec_has_one_group_and_the_groups_are_in_teaching_order(kata):
 
 
 @KATAS
-def test_every_spec_is_named_once_and_catches_a_wrong_answer(kata):
+def test_every_spec_is_named_once_and_catches_a_mistake(kata):
     names = Counter(name for _, part in _parts(kata) for name in _specs(part))
     assert [name for name, times in names.items() if times > 1] == []
-    wrongs = wrong_answers(kata)
-    assert sorted(caught(wrongs) - set(names)) == [], "no such spec"
-    assert sorted(set(names) - caught(wrongs)) == [], "these specs catch nothing"
+    caught = {entry.caught_by.partition("[")[0] for entry in catalogue(kata)[0]}
+    assert sorted(caught - set(names)) == [], "no such spec"
+    assert sorted(set(names) - caught) == [], "these specs catch nothing"
 
 
 @KATAS
-def test_there_are_enough_answers_and_their_names_differ(kata):
-    wrongs = wrong_answers(kata)
-    assert len(wrongs) >= 8
-    assert len({wrong.name for wrong in wrongs}) == len(wrongs)
+def test_there_are_enough_answers(kata):
+    assert len(sources(kata, "mistakes")) >= 8
     assert len(sources(kata, "right")) >= 2
 
 
@@ -93,30 +91,6 @@ def test_hints_have_four_rungs_for_every_part(kata):
     for _, rungs in hints.values():
         assert list(rungs) == [1, 2, 3, 4]
         assert all(lines for _, lines in rungs.values())
-
-
-@KATAS
-def test_every_wrong_answer_applies(kata):
-    assert len(sources(kata, "wrong")) == len(wrong_answers(kata))
-
-
-@pytest.mark.parametrize("find", ["not there", "a"])
-def test_an_edit_that_does_not_fit_once_is_an_error_that_names_it(find):
-    wrong = Wrong("stale", "a belief", "test_x", "words", edits=((find, "b"),))
-    with pytest.raises(ValueError, match="wrong answer stale: the edit"):
-        wrong.source("a = 1\na = 2\n")
-
-
-def test_edits_apply_one_after_another():
-    wrong = Wrong("two", "a belief", "test_x", "words", edits=(("1", "2"), ("2", "3")))
-    assert wrong.source("a = 1") == "a = 3"
-
-
-def test_a_wrong_answer_is_edits_or_a_text():
-    with pytest.raises(ValueError, match="either edits or a text"):
-        Wrong("none", "a belief", "test_x", "words").source("")
-    with pytest.raises(ValueError, match="either edits or a text"):
-        Wrong("both", "a belief", "test_x", "words", edits=(("a", "b"),), text="").source("a")
 
 
 def test_unknown_answers_are_an_error():
@@ -144,56 +118,6 @@ def test_a_name_that_an_answer_lacks_is_told(tmp_path):
     assert module.x == 1
     with pytest.raises(AttributeError, match=r"mine\.py does not define mean"):
         _ = module.mean
-
-
-def _wrong(name: str, caught_by: str, says: str, rest: str) -> str:
-    return f'    Wrong("{name}", "believed of {name}", "{caught_by}", "{says}", {rest}),\n'
-
-
-def bad_proof() -> tuple[int, str]:
-    """One run of wrong answers that are mistakes themselves."""
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
-    total, three = "math.fsum([start, *values])", "test_is_the_sum_over_the_count[three]"
-    crash = f'(("{total}", "1 / 0"),)'
-    rows = [
-        _wrong("harmless", three, "the mean", f'(("{total}", "math.fsum([*values, start])"),)'),
-        _wrong("other_reason", three, "never said", f'(("{total}", "1.0"),)'),
-        _wrong("no_python", three, "", 'text="def mean(:"'),
-        _wrong("no_module", three, "", 'text="import no_such_module_here"'),
-        _wrong("crashes", three, "", crash),
-        _wrong("honest_crash", three, "zero", f"{crash}, raises=ZeroDivisionError"),
-    ]
-    text = WRONG.replace("WRONG = [\n", "WRONG = [\n" + "".join(rows))
-    home.write("tests/wrong/tiny_mean.py", text)
-    return home.run("pytest", "tests/specs", "--answers=wrong", "-q", "-rA", "-p", "no:randomly")
-
-
-later("bad proof", bad_proof)
-
-
-@pytest.mark.timeout(300)
-def test_the_proof_reports_wrong_answers_that_are_not_caught_as_they_say():
-    code, out = result("bad proof")
-    assert code == 1
-    ends = dict(_ends(out))
-    assert ends == {
-        "harmless": "FAILED",
-        "other_reason": "FAILED",
-        "no_python": "ERROR",
-        "no_module": "ERROR",
-        "crashes": "FAILED",
-        "honest_crash": "PASSED",
-        "forgets_one": "PASSED",
-        "ignores_start": "PASSED",
-    }
-    assert "the spec accepts wrong/harmless: believed of harmless" in out
-    assert "wrong/other_reason is caught, but not for the reason that it names" in out
-
-
-def _ends(out: str) -> list[tuple[str, str]]:
-    lines = re.findall(r"^(PASSED|FAILED|ERROR) \S*wrong/(\w+)", out, re.M)
-    return [(name, end) for end, name in lines]
 
 
 def test_the_readme_lists_the_katas_in_order():

@@ -28,12 +28,12 @@ def test_its_hints_are_told():
 
 later(
     "proof",
-    lambda: house().run("pytest", "tests/specs", "--answers=solutions,right,stubs,wrong", "-q"),
+    lambda: house().run("pytest", "tests/specs", "--answers=solutions,right,stubs,mistakes", "-q"),
 )
 
 
 def test_the_proof_holds_for_it():
-    """Nine specs for three answers, two wrong answers, and one spec that needs a GPU."""
+    """Nine specs for four answers (a variant too), two mistakes, and one spec that needs a GPU."""
     code, out = result("proof")
-    assert "29 passed, 3 skipped" in out
+    assert "38 passed, 4 skipped" in out
     assert code == 0

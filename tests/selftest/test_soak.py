@@ -17,11 +17,11 @@ def test_it_covers_every_processor_and_twenty_seeds_in_orders_of_their_own() -> 
     proofs, seeds = every[: len(PROCESSORS)], every[len(PROCESSORS) :]
     assert [run.variables for run in proofs] == list(PROCESSORS.values())
     for run in proofs:
-        assert "--answers=solutions,right,stubs,wrong" in run.arguments
+        assert "--answers=solutions,right,stubs,mistakes" in run.arguments
         assert "tests/selftest" in run.arguments
     for number, run in enumerate(seeds, 1):
         assert {f"--seed-shift={number}", f"--randomly-seed={number}"} < set(run.arguments)
-        mistakes = ",wrong" if number <= 5 else ""
+        mistakes = ",mistakes" if number <= 5 else ""
         assert f"--answers=solutions,right{mistakes}" in run.arguments
     assert {str(run.variables) for run in seeds} == {str(v) for v in PROCESSORS.values()}
 

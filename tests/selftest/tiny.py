@@ -135,16 +135,22 @@ class TestPart2Counter:
         check_equal(answer.Counter(0).add(), 0, "the count", cause="zero is not special")
 '''
 
-WRONG = """\
-from kit.answers.loading import Wrong
 
-WRONG = [
-    Wrong("forgets_one", "the last value does not count", "test_is_the_sum_over_the_count[three]",
-          "the mean = 3.0", ((", *values]", ", *values[:-1]]"),)),
-    Wrong("ignores_start", "start is an ornament", "test_starts_where_it_is_told",
-          "start is not used", (("math.fsum([start, *values])", "math.fsum(values)"),)),
-]
-"""
+def entry(name: str, line: str, caught: str = "") -> str:
+    """An entry of the catalogue: another line instead of that of `_total`."""
+    caught = caught and f"Caught by {caught}\n\n"
+    diff = f"@@ _total @@\n-    {TOTAL}\n+    {line}\n"
+    return f"\n### {name}\n\nBelieved of {name}.\n\n{caught}```diff\n{diff}```\n"
+
+
+TOTAL = "return math.fsum([start, *values])"
+THREE = "`test_is_the_sum_over_the_count[three]`"
+MISTAKES = (
+    "# Mistakes in Tiny mean\n"
+    + entry("forgets_one", "return math.fsum([start, *values[:-1]])", f"{THREE}: the mean = 3.0")
+    + entry("ignores_start", "return math.fsum(values)", "`test_starts_where_it_is_told`: not used")
+)
+VARIANTS = "\n## Accepted variants\n" + entry("start_last", "return math.fsum([*values, start])")
 
 RIGHT = SOLUTION.replace("self.count += self.step", "self.count = self.count + self.step")
 
@@ -227,7 +233,7 @@ class House:
         self.write(f"katas/hints/{name}.md", HINTS)
         self.write(f"tests/specs/{name}/test_part1_mean.py", SPECS_1)
         self.write(f"tests/specs/{name}/test_part2_counter.py", SPECS_2)
-        self.write(f"tests/wrong/{name}.py", WRONG)
+        self.write(f"tests/mistakes/{name}.md", MISTAKES + VARIANTS)
         self.write(f"tests/right/{name}/other.py", RIGHT)
         with (self.root / "katas" / "katas.toml").open("a", encoding="utf-8") as rows:
             rows.write(ROW.format(name=name, title=name.replace("_", " ").capitalize()))

@@ -1,8 +1,8 @@
 """An answer is one Python module: the candidate's, the reference, another right one, a wrong one.
 
-`sources` lists the answers that a selection names, `load` imports one afresh. A wrong answer is an
-edit of the reference solution, or a whole text; either way it becomes a file, so that a traceback
-into it shows its lines.
+`sources` lists the answers that a selection names, `load` imports one afresh. Mistakes and variants
+are edits of the reference (kit.answers.catalogue), and become files, so that a traceback into one
+shows its lines.
 """
 
 from __future__ import annotations
@@ -13,70 +13,30 @@ import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from kit.answers.catalogue import Entry, catalogue
 from kit.answers.stubs import make_stub
 from kit.catalog import ROOT, Kata, kata_of
 
-KINDS = ("katas", "solutions", "right", "stubs", "wrong")
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A mistake that a spec must catch.
-
-    Attributes:
-        name: a few words with underscores, unique in the kata.
-        belief: the misconception in one sentence.
-        caught_by: the spec that must fail: a function name, or name[id] for one of its cases.
-        says: words of the failure message, so that it is caught for this reason and no other.
-        edits: (find, put) pairs applied to the reference; each `find` occurs exactly once.
-        text: the whole module, where the mistake is of another shape than the reference.
-        raises: the error that the answer itself raises, where the failure is not a spec's check.
-    """
-
-    name: str
-    belief: str
-    caught_by: str
-    says: str
-    edits: tuple[tuple[str, str], ...] = ()
-    text: str | None = None
-    raises: type[Exception] | None = None
-
-    def source(self, reference: str) -> str:
-        """The module's text; ValueError if an edit no longer applies."""
-        if (self.text is None) == (not self.edits):
-            raise ValueError(f"wrong answer {self.name}: give either edits or a text")
-        if self.text is not None:
-            return self.text
-        for find, put in self.edits:
-            found = reference.count(find)
-            if found != 1:
-                raise ValueError(
-                    f"wrong answer {self.name}: the edit {find!r} fits the reference "
-                    f"{found} times, not once; bring it in step with solutions/"
-                )
-            reference = reference.replace(find, put)
-        return reference
+KINDS = ("katas", "solutions", "right", "stubs", "mistakes")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One module to judge; `kind` is one of KINDS, or "file" for a path."""
+    """One module to judge; `kind` is one of KINDS, "variants", or "file" for a path."""
 
     kata: Kata
     kind: str
     path: Path
-    wrong: Wrong | None = None
+    name: str = ""
+    mistake: Entry | None = None
 
     def __str__(self) -> str:
-        if self.wrong:
-            return f"wrong/{self.wrong.name}"
-        return f"right/{self.path.stem}" if self.kind == "right" else self.kind
+        return self.name or self.kind
 
 
 def sources(kata: Kata, selection: str) -> list[Answer]:
@@ -96,14 +56,20 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
             found.append(Answer(kata, "stubs", _materialise(kata, "stub", text)))
         elif part == "right":
             folder = ROOT / "tests" / "right" / kata.name
-            found += [Answer(kata, "right", path) for path in sorted(folder.glob("*.py"))]
-        elif part == "wrong":
-            reference = kata.solution.read_text(encoding="utf-8")
+            found += [
+                Answer(kata, "right", path, f"right/{path.stem}")
+                for path in sorted(folder.glob("*.py"))
+            ]
+            found += [
+                Answer(kata, "variants", _edited(kata, "variants", entry), f"right/{entry.name}")
+                for entry in catalogue(kata)[1]
+            ]
+        elif part == "mistakes":
             found += [
                 Answer(
-                    kata, "wrong", _materialise(kata, wrong.name, wrong.source(reference)), wrong
+                    kata, part, _edited(kata, part, entry), f"mistakes/{entry.name}", mistake=entry
                 )
-                for wrong in wrong_answers(kata)
+                for entry in catalogue(kata)[0]
             ]
         elif Path(part).is_file():
             if kata_of(Path(part)) in (None, kata):
@@ -111,13 +77,6 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
         else:
             raise ValueError(f"no answers {part!r}: give one of {', '.join(KINDS)}, or a file")
     return found
-
-
-@cache
-def wrong_answers(kata: Kata) -> tuple[Wrong, ...]:
-    """The mistakes listed in tests/wrong for one kata."""
-    path = ROOT / "tests" / "wrong" / f"{kata.name}.py"
-    return tuple(_import(path, f"wrong_answers_{kata.name}").WRONG)
 
 
 _loaded = itertools.count()
@@ -166,19 +125,13 @@ def _scratch() -> Path:
     return folder
 
 
+def _edited(kata: Kata, kind: str, entry: Entry) -> Path:
+    text = entry.source(kata.solution.read_text(encoding="utf-8"))
+    return _materialise(kata, f"{kind}/{entry.name}", text)
+
+
 def _materialise(kata: Kata, label: str, text: str) -> Path:
     path = _scratch() / label / f"{kata.name}.py"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def caught(wrongs: Iterable[Wrong]) -> set[str]:
-    """The specs that these wrong answers name, without the ids of their cases."""
-    return {wrong.caught_by.split("[")[0] for wrong in wrongs}
-
-
-@cache
-def load_once(path: Path) -> ModuleType:
-    """Import a file that does not change, such as a mistake of the catalogue, once."""
-    return load(path)

@@ -14,10 +14,10 @@ mistake does, in every scenario of the table, that mistake is the cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -154,7 +154,7 @@ class Law:
     def _suspect(self, answer: ModuleType, first: Difference, device: torch.device) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in all others."""
         mine: dict[str, Trace | None] = {}
-        for name, belief, module in _mistakes(self.kata):
+        for name, belief, module in known_mistakes(self.kata, self.function):
             if all(
                 self._is_like(name, module, answer, mine, scenario, device)
                 for scenario in dict.fromkeys([first.scenario, *self.scenarios])
@@ -193,11 +193,16 @@ class Law:
             return None
 
 
-def _mistakes(kata: str) -> Iterator[tuple[str, str, ModuleType]]:
-    """Name, belief and module of each mistake in the catalogue."""
-    for answer in loading.sources(find_kata(kata), "wrong"):
-        assert answer.wrong is not None
-        yield answer.wrong.name, answer.wrong.belief, loading.load_once(answer.path)
+@cache
+def known_mistakes(kata: str, function: str) -> list[tuple[str, str, ModuleType]]:
+    """Name, belief and module of each mistake of the catalogue in the function or its helpers."""
+    found = []
+    for answer in loading.sources(find_kata(kata), "mistakes"):
+        entry = answer.mistake
+        scopes = {hunk.scope for hunk in entry.hunks} if entry else set()
+        if entry and any(scope == function or scope.startswith("_") for scope in scopes):
+            found.append((entry.name, entry.belief, loading.load(answer.path)))
+    return found
 
 
 def _is_seen(error: BaseException) -> bool:

@@ -1,0 +1,267 @@
+"""The catalogue of mistakes: its form, its laws, and what becomes of entries that are wrong."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kit.answers.catalogue import Entry, catalogue, read
+from kit.answers.causes import GROUPS
+from kit.catalog import Kata, all_katas
+from selftest.tiny import (
+    MISTAKES,
+    SOLUTION,
+    SPECS_1,
+    THREE,
+    TOTAL,
+    VARIANTS,
+    House,
+    entry,
+    later,
+    new_folder,
+)
+from selftest.tiny import result as run_of
+
+KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
+Read = Callable[[str], list[Entry]]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Read:
+    """Reads a page of this text."""
+    path = tmp_path / "page.md"
+
+    def entries(text: str) -> list[Entry]:
+        path.write_text(text, encoding="utf-8")
+        return read(path)
+
+    return entries
+
+
+def _diff(*lines: str) -> str:
+    """An entry `it` with these lines for a diff; they begin in line 8."""
+    return "\n".join(
+        ["### it", "", "Why.", "", "Caught by `test_x`: y", "", "```diff", *lines, "```"]
+    )
+
+
+def test_an_entry_says_what_is_believed_and_what_catches_it(page: Read) -> None:
+    text = entry("it", "return 1.0", "`test_x[a]`, where it raises TypeError: `*words`")
+    text = text.replace("it.\n\n", "it.\nIn two lines.\n\nDiffers: in this.\n\nShows in: mean\n\n")
+    (it,) = page("# Mistakes\n\nWords.\n\n## Part 1: mean\n\nMore words.\n" + text)
+    assert (it.name, it.belief) == ("it", "Believed of it. In two lines.")
+    assert (it.caught_by, it.raises, it.says) == ("test_x[a]", TypeError, "*words")
+    assert (it.differs, it.shows_in) == ("in this.", "mean")
+    assert it.source(SOLUTION) == SOLUTION.replace(TOTAL, "return 1.0")
+
+
+def test_hunks_are_looked_for_in_their_functions(page: Read) -> None:
+    """A new method follows a line, and an empty line of context may have lost its space."""
+    limits = "        return Pair(0, self.count)"
+    (it,) = page(
+        _diff(
+            *("@@ Counter.limits @@", f" {limits}", "+", "+    def zero(self) -> int:"),
+            *("+        return 0", "@@ Counter.add @@", "-        self.count += self.step"),
+            *("@@ module @@", " import math", " from typing import NamedTuple", "", "+import os"),
+        )
+    )
+    text = SOLUTION.replace(limits, f"{limits}\n\n    def zero(self) -> int:\n        return 0")
+    text = text.replace("        self.count += self.step\n", "")
+    assert it.source(SOLUTION) == text.replace("NamedTuple\n\n", "NamedTuple\n\nimport os\n", 1)
+
+
+STALE = {
+    r"page\.md:8: it: the reference has no Counter\.sub": ["@@ Counter.sub @@", "-x"],
+    r"page\.md:8: it: .* stands 0 times in mean .* begins with 'return math": [
+        *("@@ mean @@", f"-    {TOTAL}")
+    ],
+    r"page\.md:8: it: .* stands 3 times in Counter ": ["@@ Counter @@", "", "+    x = 1"],
+    r"page\.md:8: it: this hunk in module and another overlap": [
+        *("@@ module @@", " def _total(values: list[float], start: float) -> float:"),
+        *(f"-    {TOTAL}", "@@ _total @@", f"-    {TOTAL}", "+    return 1.0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("problem", STALE)
+def test_an_edit_that_does_not_apply_is_an_error_with_file_and_line(page: Read, problem: str):
+    (it,) = page(_diff(*STALE[problem]))
+    with pytest.raises(ValueError, match=problem):
+        it.source(SOLUTION)
+
+
+GOOD = _diff("@@ mean @@", "-a")
+BAD = {
+    "page.md:1: 'two words' stands here twice, or is not words": "### two words",
+    "page.md:11: 'it' stands here twice": f"{GOOD}\n{GOOD}",
+    "page.md:1: it lacks a sentence or a diff": "### it\n\nWhy.",
+    "page.md:11: it goes on after its diff": f"{GOOD}\nMore.",
+    "page.md:1: it: all but variants say what": GOOD.replace("Caught", "Seen"),
+    "page.md:2: it: all but variants say": f"## Accepted variants\n{GOOD}",
+    "page.md:5: wanted: Caught by `test_name": GOOD.replace("`: y", "`, where it raises Foo: y"),
+    "page.md:8: wanted: @@ function @@": _diff("-a"),
+    "page.md:9: wanted: @@ function @@": _diff("@@ mean @@", "a"),
+    "page.md:8: a hunk needs an old line": _diff("@@ mean @@", "+a"),
+    "page.md:8: a hunk needs an old line, and changes": _diff("@@ mean @@", " a"),
+    "page.md:7: this block has no end": GOOD.removesuffix("```"),
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_what_is_not_in_the_form_is_an_error_with_file_and_line(page: Read, problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        page(BAD[problem])
+
+
+@KATAS
+def test_entries_with_the_same_spec_and_words_say_what_differs(kata: Kata) -> None:
+    first: dict[tuple[str, str], Entry] = {}
+    alike = []
+    for mistake in catalogue(kata)[0]:
+        other = first.setdefault((mistake.caught_by, mistake.says), mistake)
+        if other is not mistake and not mistake.differs:
+            alike.append(f"{mistake.name} is as {other.name}")
+    assert alike == [], "drop one, or let the second have a line that begins with Differs:"
+
+
+@KATAS
+def test_a_verdict_names_the_function_of_the_mistake(kata: Kata) -> None:
+    reference, functions = kata.solution.read_text(encoding="utf-8"), _functions(kata)
+    elsewhere = []
+    for mistake in catalogue(kata)[0]:
+        function = functions.get(mistake.caught_by.partition("[")[0])
+        if function and mistake.shows_in != function:
+            touched = _touched(mistake, reference)
+            if not touched & _reached(function, reference):
+                elsewhere.append(f"{mistake.name}: {function}, but it is in {touched}")
+    assert elsewhere == []
+
+
+def _functions(kata: Kata) -> dict[str, str]:
+    """The function that each spec is about, where its group mark names one."""
+    found = {}
+    marks = {f"pytest.mark.{group}" for group in GROUPS}
+    for path in kata.specs.glob("test_*.py"):
+        for spec in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for mark in getattr(spec, "decorator_list", []):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) in marks and mark.args:
+                    found[spec.name] = str(ast.literal_eval(mark.args[0]))
+    return found
+
+
+def _definitions(source: str) -> dict[str, ast.stmt]:
+    """The functions and classes of a module, and what it assigns."""
+    found = {}
+    for node in ast.parse(source).body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        for name in (getattr(node, "name", None), *(getattr(to, "id", None) for to in targets)):
+            if name:
+                found[name] = node
+    return found
+
+
+def _reached(function: str, source: str) -> set[str]:
+    """Its own definition, or its class, and the private ones that this uses, directly or not."""
+    known, found, todo = _definitions(source), set[str](), {function.partition(".")[0]}
+    while todo:
+        found.add(name := todo.pop())
+        used = {node.id for node in ast.walk(known[name]) if isinstance(node, ast.Name)}
+        todo |= {name for name in used & set(known) if name.startswith("_")} - found
+    return found
+
+
+def _touched(mistake: Entry, source: str) -> set[str]:
+    """The definitions in which a hunk changes a line, or puts one after another."""
+    lines = set()
+    for hunk in mistake.hunks:
+        start = mistake.start(hunk, source)
+        changes = difflib.SequenceMatcher(None, hunk.old, hunk.new, autojunk=False).get_opcodes()
+        for kind, first, end, _, _ in changes:
+            if kind != "equal":
+                lines |= {start + n for n in range(first, end) or [max(first - 1, 0)]}
+    found = set()
+    for name, node in _definitions(source).items():
+        first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])])
+        if not lines.isdisjoint(range(first - 1, node.end_lineno or first)):
+            found.add(name)
+    return found
+
+
+def test_a_function_leads_to_private_definitions_and_an_edit_touches_some(page: Read) -> None:
+    assert _reached("mean", SOLUTION) == {"mean", "_total"}
+    assert _reached("Counter.add", SOLUTION) == {"Counter"}
+    (it,) = page(
+        _diff(
+            "@@ module @@", " def _total(values: list[float], start: float) -> float:", "+    pass"
+        )
+    )
+    assert _touched(it, SOLUTION) == {"_total"}
+
+
+def bad_proof() -> tuple[int, str]:
+    """One run of mistakes that are mistakes themselves."""
+    home = House(new_folder())
+    home.add_kata("tiny_mean")
+    crash = "return 1 / 0"
+    entries = [
+        entry("harmless", "return math.fsum([*values, start])", f"{THREE}: the mean"),
+        entry("other_reason", "return 1.0", f"{THREE}: never said"),
+        entry("no_python", "return 1.0 +", f"{THREE}: the mean"),
+        entry("no_module", f"{TOTAL}\n+import no_such_module", f"{THREE}: the mean"),
+        entry("crashes", crash, f"{THREE}: the mean"),
+        entry("honest_crash", crash, f"{THREE}, where it raises ZeroDivisionError: by zero"),
+        VARIANTS,
+        entry("no_variant", crash),
+    ]
+    home.write("tests/mistakes/tiny_mean.md", MISTAKES + "".join(entries))
+    proof = ("tests/specs", "--answers=right,mistakes", "-q", "-rA", "-p", "no:randomly")
+    return home.run("pytest", *proof)
+
+
+def few_causes() -> tuple[int, str]:
+    """The mistakes of the tiny kata, where the first is caught without its cause."""
+    home = House(new_folder())
+    home.add_kata("tiny_mean")
+    specs = re.sub(r"(@pytest\.mark\.(works|survives))", r'\1("mean", 1)', SPECS_1)
+    home.write("tests/specs/tiny_mean/test_part1_mean.py", specs)
+    return home.run("pytest", "tests/specs", "--answers=mistakes", "-q")
+
+
+later("bad proof", bad_proof)
+later("few causes", few_causes)
+
+
+@pytest.mark.timeout(300)
+def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
+    code, out = run_of("bad proof")
+    assert code == 1
+    ends = {(name, end) for end, name in re.findall(r"^(PASSED|FAILED|ERROR) \S*/(\w+)", out, re.M)}
+    assert ends >= {
+        ("harmless", "FAILED"),
+        ("other_reason", "FAILED"),
+        ("no_python", "ERROR"),
+        ("no_module", "ERROR"),
+        ("crashes", "FAILED"),
+        ("honest_crash", "PASSED"),
+        ("forgets_one", "PASSED"),
+        ("ignores_start", "PASSED"),
+        ("no_variant", "FAILED"),
+    }
+    assert ("start_last", "FAILED") not in ends
+    assert "the spec accepts mistakes/harmless: Believed of harmless." in out
+    assert "mistakes/other_reason is caught, but not for the reason that it names" in out
+    assert "the cause is named" not in out  # no mark says what its spec is about
+
+
+@pytest.mark.timeout(300)
+def test_the_proof_fails_where_too_few_causes_are_named():
+    code, out = run_of("few causes")
+    assert code == 1
+    assert "\n2 passed" in out
+    assert "\ntiny_mean: the cause is named in 1 of 2 mistakes (50 %)\n" in out
+    assert re.search(r"\ntiny_mean: fewer than 80 % .* these have not: forgets_one\n", out)
