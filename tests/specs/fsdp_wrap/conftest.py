@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+
+from kit import forkserver
+from kit.ranks.world import World
 
 
 @pytest.fixture(autouse=True)
 def _fsdp2_runs_here(device: torch.device) -> None:
     if device.type == "cpu" and torch.__version__ < "2.7":  # compared as versions, not as text
         pytest.skip("fully_shard of torch 2.6 does not run on the cpu")
+
+
+@pytest.fixture(autouse=True)
+def _worlds_meet_meanwhile(
+    request: pytest.FixtureRequest, worlds: Callable[[int], World]
+) -> Iterator[None]:
+    """Once a spec has passed, the ranks of all sizes start, while others are simulated."""
+    yield
+    session = request.session
+    if session.testsfailed or not forkserver.is_warm():
+        return
+    for size in sorted({size for item in session.items for size in _sizes(item)}):
+        worlds(size).start()
+
+
+def _sizes(item: pytest.Item) -> list[int]:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if "world" in getattr(item, "fixturenames", ()):
+        return [parameters.get("world", 2)]
+    return [parameters[key] for key in ("saving", "loading") if key in parameters]

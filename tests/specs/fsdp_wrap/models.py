@@ -45,7 +45,7 @@ class Model(nn.Module):
     """
 
     def __init__(
-        self, width: int = 13, blocks: int = 3, *, drop: float = 0.0, tied: bool = False
+        self, width: int = 13, blocks: int = 2, *, drop: float = 0.0, tied: bool = False
     ) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(2.0))
@@ -67,14 +67,17 @@ class Model(nn.Module):
 
 def make(
     width: int = 13,
-    blocks: int = 3,
+    blocks: int = 1,
     *,
     drop: float = 0.0,
     tied: bool = False,
     frozen: Sequence[str] = (),
     seed: int = 4,
 ) -> Model:
-    """The same values in every process; `frozen` are the beginnings of names."""
+    """The same values in every process; `frozen` are the beginnings of names.
+
+    The width is that of all small models: to DTensor each new shape is work for milliseconds.
+    """
     draw.seed(seed)
     model = Model(width, blocks, drop=drop, tied=tied)
     for name, p in model.named_parameters():
@@ -103,8 +106,15 @@ def mse(output: Tensor, targets: Tensor) -> Tensor:
     return (output - targets).square().mean()
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+def adamw(parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> Optimizer:
+    """All shards in one operation, as it takes DTensor milliseconds to think about each; and what
+    is no shard in another.
+    """
+    kinds: dict[type, list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault(type(p), []).append(p)
+    groups = [{"params": found} for found in kinds.values()]
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=0.1, fused=True)
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:

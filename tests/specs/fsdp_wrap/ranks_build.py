@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from kit.laws import draw
@@ -29,7 +29,8 @@ from specs.fsdp_wrap.models import (
     train_alone,
     weights,
 )
-from specs.fsdp_wrap.ranks_step import Plan, batches, mesh, of_all
+from specs.fsdp_wrap.ranks_step import Plan, batches, of_all
+from specs.fsdp_wrap.ranks_wrap import mesh, meshes
 
 SEED = 6
 
@@ -50,7 +51,7 @@ class Outer(nn.Module):
 class Nested(nn.Module):
     """Blocks in blocks; a parameter of the root itself, by two names; buffers of three kinds."""
 
-    def __init__(self, width: int = 11) -> None:
+    def __init__(self, width: int = 13) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.zeros(OUTPUTS))
         self.offset_again = self.offset
@@ -68,7 +69,7 @@ class Nested(nn.Module):
 
 def tied_and_frozen() -> Model:
     model = Model(tied=True)
-    model.blocks[1].requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
     model.head.bias.requires_grad_(False)
     return model
 
@@ -220,11 +221,6 @@ def options(answer: Any, rank: int, plan: Plan) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def square() -> DeviceMesh:
-    return init_device_mesh(device().type, (2, 1))
-
-
 def refused(answer: Any, rank: int) -> None:
     """Each of what `wrap` refuses."""
 
@@ -240,7 +236,7 @@ def refused(answer: Any, rank: int) -> None:
         answer.build(make_model, over or mesh(), types, init, momentum, **more)
 
     cases: list[tuple[str, Callable[[], object], Sequence[object]]] = [
-        ("for a mesh of two dimensions", lambda: build(over=square()), ["2"]),
+        ("for a mesh of two dimensions", lambda: build(over=meshes(1)), ["2"]),
         ("for a class that is not there", lambda: build(types=(Block, Other)), ["Other"]),
         ("for dtype=torch.float16", lambda: build(dtype=torch.float16), ["float16"]),
         (

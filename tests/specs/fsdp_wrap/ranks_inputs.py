@@ -10,7 +10,8 @@ from kit.laws import draw
 from kit.laws.checks import check_raises
 from kit.ranks.rank import device
 from specs.fsdp_wrap.models import OUTPUTS, Batch, Block, Trained, gradients, momentum, mse
-from specs.fsdp_wrap.ranks_step import Plan, batches, mesh, wrapped
+from specs.fsdp_wrap.ranks_step import Plan, batches, wrapped
+from specs.fsdp_wrap.ranks_wrap import mesh
 from specs.fsdp_wrap.shapes import SHAPES
 
 # For each rank the micro-batches: samples, and how long they are.
@@ -20,7 +21,7 @@ TEXTS = [[(3, 2), (1, 7)], [(2, 5), (4, 1)]]
 def reader() -> nn.Module:
     """From tokens (samples, length) to (samples, length, 3)."""
     draw.seed(4)
-    return nn.Sequential(nn.Embedding(11, 7), Block(7), nn.Linear(7, OUTPUTS))
+    return nn.Sequential(nn.Embedding(11, 13), Block(13), nn.Linear(13, OUTPUTS))
 
 
 def texts(rank: int) -> list[Batch]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from specs.fsdp_wrap.files import load_file
-from specs.fsdp_wrap.ranks_checkpoint import different, loaded, small, state, steps
+from specs.fsdp_wrap.ranks_checkpoint import different, loaded, small, state
+from specs.fsdp_wrap.ranks_step import move
 from specs.fsdp_wrap.trouble import before_each_write, no_room
 
 
@@ -61,11 +62,11 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, l
     From each copy what `load` gives; and what it gives after a save of step 3 and one of step 5.
     """
     model, optimizer = small(answer)
-    steps(answer, model, optimizer, 0)
+    move(model, optimizer)
     copies = Copies(folder / "run-\u00e9")
     answer.save(copies.folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
-    steps(answer, model, optimizer, 1)
+    move(model, optimizer)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save(copies.folder, model, optimizer, 5)
     copies.take("not killed")
@@ -86,10 +87,10 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, l
 def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, Any]:
     """A save while one rank cannot write; then what `load` gives, before and after another save."""
     model, optimizer = small(answer)
-    steps(answer, model, optimizer, 0)
+    move(model, optimizer)
     answer.save(folder, model, optimizer, 1)
     saved = state(model, optimizer)
-    steps(answer, model, optimizer, 1)
+    move(model, optimizer)
     with no_room() if rank == full_on else nullcontext():
         raised = _error_of(lambda: answer.save(folder, model, optimizer, 2))
     found: dict[str, Any] = {"raised": raised}
@@ -122,13 +123,13 @@ def _of_all(flag: bool) -> list[bool]:
 def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
     """Saves of steps 1 and 2; and one of step 3, where rank 0 cannot do the last thing of all."""
     model, optimizer = small(answer)
-    steps(answer, model, optimizer, 0)
+    move(model, optimizer)
     answer.save(folder, model, optimizer, 1)
     seen: list[str] = []
     with before_each_write(folder, seen.append):
         answer.save(folder, model, optimizer, 2)
     saved, left = state(model, optimizer), len(seen)
-    steps(answer, model, optimizer, 1)
+    move(model, optimizer)
 
     def fail(_: str) -> None:
         nonlocal left
@@ -146,7 +147,7 @@ def one_rank_goes_on(answer: Any, rank: int, folder: Path) -> list[tuple[Any, di
     before = loaded(answer, folder)
     model, optimizer = small(answer, seed=9)
     step = answer.load(folder, model, optimizer)
-    steps(answer, model, optimizer, 2)
+    move(model, optimizer)
     answer.save(folder, model, optimizer, step + 1)
     return [before, loaded(answer, folder), (step + 1, state(model, optimizer))]
 
@@ -157,10 +158,10 @@ def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> dict[str, Any]
     Copies of the folder: when it has waited, and as soon as the call returns on any rank.
     """
     model, optimizer = small(answer)
-    steps(answer, model, optimizer, 0)
+    move(model, optimizer)
     answer.save(folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
-    steps(answer, model, optimizer, 1)
+    move(model, optimizer)
     copies = Copies(folder)
 
     def wait(_: str) -> None:

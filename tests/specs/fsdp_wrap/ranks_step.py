@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from kit.laws import draw
@@ -27,6 +26,7 @@ from specs.fsdp_wrap.models import (
     mse,
     weights,
 )
+from specs.fsdp_wrap.ranks_wrap import mesh, meshes
 from specs.fsdp_wrap.untouched import check_untouched, local_state
 
 # For each rank the samples of its micro-batches.
@@ -34,19 +34,6 @@ Plan = Sequence[Sequence[int]]
 
 # One more batch than a step has, for what comes after a step.
 AFTER = 77
-
-
-@functools.cache
-def mesh() -> DeviceMesh:
-    """Over all ranks."""
-    return init_device_mesh(device().type, (dist.get_world_size(),))
-
-
-@functools.cache
-def mesh_of_a_pair() -> DeviceMesh:
-    """Of four ranks, those that share a model with this one: 0 and 1, or 2 and 3."""
-    both = init_device_mesh(device().type, (2, 2), mesh_dim_names=("copies", "shards"))
-    return both["shards"]
 
 
 def batches(plan: Plan, step: int, rank: int) -> list[Batch]:
@@ -109,7 +96,7 @@ def result_of_a_step(answer: Any, rank: int, plan: Plan, dtype: torch.dtype) -> 
 
 def in_pairs(answer: Any, rank: int, plan: Plan) -> Trained:
     """Ranks 0 and 1 train one model, ranks 2 and 3 another."""
-    model, optimizer = wrapped(answer, over=mesh_of_a_pair())
+    model, optimizer = wrapped(answer, over=meshes(2)["shards"])
     result = answer.train_step(model, batches(plan, 0, rank), mse, optimizer)
     return Trained([result.loss.item()], [result.grad_norm.item()], {}, gradients(model))
 
@@ -143,7 +130,7 @@ class _InfiniteBack(torch.autograd.Function):
 
 def checkpointed(answer: Any, rank: int, plan: Plan, checkpoint: bool) -> dict[str, Any]:
     """A step with dropout: gradients, how often each block's forward ran, and the next number."""
-    model = make(drop=0.4).to(device())
+    model = make(blocks=2, drop=0.4).to(device())
     runs = [0] * len(model.blocks)
 
     def count(number: int) -> Callable[..., None]:
@@ -204,16 +191,18 @@ def _plain(model: nn.Module, optimizer: Optimizer, plan: Plan, rank: int) -> Tra
 def refused(
     answer: Any, rank: int, bad: Sequence[list[Batch]], mentions: Sequence[Sequence[str]], when: str
 ) -> None:
-    """A good step, and one that every rank must refuse without a trace.
+    """A step that every rank must refuse without a trace.
 
     It ends there: a call more would meet that of a rank that waits, and hide that it does.
     """
-    _refuse(answer, rank, bad, mentions[rank], when, {"blocks": 1})
+    _refuse(answer, *_begun(answer), bad[rank], mentions[rank], when)
 
 
 def refused_then_good(answer: Any, rank: int, bad: Sequence[list[Batch]], when: str) -> Trained:
     """A good step, one that is refused, and a good one: what `train` has after two steps."""
-    model, optimizer, first = _refuse(answer, rank, bad, [], when)
+    model, optimizer = wrapped(answer)
+    first = answer.train_step(model, batches(GOOD, 0, rank), mse, optimizer)
+    _refuse(answer, model, optimizer, bad[rank], [], when)
     second = answer.train_step(model, batches(GOOD, 1, rank), mse, optimizer)
     results = (first, second)
     losses = [result.loss.item() for result in results]
@@ -226,30 +215,39 @@ GOOD: Plan = [[3, 2], [1, 6]]
 
 def _refuse(
     answer: Any,
-    rank: int,
-    bad: Sequence[list[Batch]],
+    model: Model,
+    optimizer: Optimizer,
+    bad: list[Batch],
     mentions: Sequence[str],
     when: str,
-    made: Mapping[str, Any] | None = None,
-) -> tuple[Model, Optimizer, Any]:
-    model, optimizer = wrapped(answer, made)
-    first = answer.train_step(model, batches(GOOD, 0, rank), mse, optimizer)
+) -> None:
     before = local_state(model, optimizer)
     check_raises(
-        lambda: answer.train_step(model, bad[rank], mse, optimizer),
+        lambda: answer.train_step(model, bad, mse, optimizer),
         ValueError,
         mentions=mentions,
         when=when,
     )
     check_untouched(before, model, optimizer)
-    return model, optimizer, first
+
+
+def move(model: nn.Module, optimizer: Optimizer) -> None:
+    """Other weights and a state of the optimizer, as after a step, without its calls."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def _begun(answer: Any) -> tuple[Model, Optimizer]:
+    model, optimizer = wrapped(answer)
+    move(model, optimizer)
+    return model, optimizer
 
 
 def refuses_arguments(answer: Any, rank: int) -> None:
     """Options that are not there, norms that are none, and a model that is not wrapped."""
-    model, optimizer = wrapped(answer)
+    model, optimizer = _begun(answer)
     window = batches(GOOD, 0, rank)
-    answer.train_step(model, window, mse, optimizer)
     before = local_state(model, optimizer)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"sync": "first"}, "first"),

@@ -21,12 +21,12 @@ from specs.fsdp_wrap.untouched import check_untouched, local_state
 def save_whole_after(answer: Any, rank: int, path: Path) -> dict[str, Any]:
     """The weights, and the names in the file as soon as the call has returned on this rank.
 
-    On rank 0 nothing under the folder gets its name within a tenth of a second.
+    On rank 0 nothing under the folder gets its name within a twentieth of a second.
     """
     model, optimizer = wrapped(answer, MADE)
     steps(answer, model, optimizer, 0)
     want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
-    with before_each_write(path.parent, lambda _: time.sleep(0.1)):
+    with before_each_write(path.parent, lambda _: time.sleep(0.05)):
         answer.save_whole(str(path), model)
     try:
         names = list(torch.load(path))

@@ -41,7 +41,7 @@ def mesh() -> DeviceMesh:
 
 @functools.cache
 def meshes(inner: int) -> DeviceMesh:
-    """Groups of so many ranks, side by side."""
+    """Groups of so many ranks, side by side: those of one share the model."""
     shape = (dist.get_world_size() // inner, inner)
     return init_device_mesh(device().type, shape, mesh_dim_names=("groups", "shards"))
 
@@ -127,15 +127,13 @@ def keeps_values(answer: Any, rank: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def evaluates(answer: Any, rank: int, reshard_after_forward: bool) -> None:
-    """Forward passes without a graph, before each step of two, after them, and before the weights
-    move.
-    """
-    model, alone = make(drop=0.5).to(device()).eval(), make().to(device())
+    """Forward passes without a graph, before each step of two, and before the weights move."""
+    model, alone = (make(blocks=2, drop=d).to(device()) for d in (0.5, 0.0))
     own = momentum(alone.parameters())
     optimizer = answer.wrap(
-        model, mesh(), Block, momentum, reshard_after_forward=reshard_after_forward
+        model.eval(), mesh(), Block, momentum, reshard_after_forward=reshard_after_forward
     )
-    for number in range(STEPS + 1):
+    for number in range(STEPS):
         every = batches(number, dist.get_world_size())
         inputs = every[rank][0].to(device())
         cause = "a forward pass that no backward follows sees other weights, or has dropout on; or "

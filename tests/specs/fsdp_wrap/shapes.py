@@ -43,11 +43,11 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(FEATURES, 11)
-        self.first = Block(11)
-        self.other = Block(11)
+        self.embed = nn.Linear(FEATURES, 13)
+        self.first = Block(13)
+        self.other = Block(13)
         self.again = self.first
-        self.head = nn.Linear(11, OUTPUTS)
+        self.head = nn.Linear(13, OUTPUTS)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.again(self.other(self.first(self.embed(inputs)))))
@@ -93,6 +93,29 @@ class Tall(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.relu(x @ self.up.T) @ self.down
+
+
+class Thin(Block):
+    """A block with one parameter."""
+
+    def __init__(self, width: int) -> None:
+        nn.Module.__init__(self)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x).unflatten(-1, (2, -1)).sum(-2)
+
+
+class Tiny(nn.Module):
+    """Two parameters: one in a block, one in the root. Files take as long as they have tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Thin(FEATURES)])
+        self.head = nn.Linear(FEATURES, OUTPUTS, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.blocks[0](inputs))
 
 
 class Weigh(nn.Module):
@@ -165,28 +188,34 @@ class WatchedModel(nn.Module):
         return {"out": (out, out + more["shift"]), "places": places}
 
 
+def tiny(seed: int = 4) -> Tiny:
+    draw.seed(seed)
+    return Tiny()
+
+
 def nested() -> Shape:
     draw.seed(4)
-    layers = [Outer(9), Block(9), Deep(9)]
-    return nn.Sequential(nn.Linear(FEATURES, 9), *layers, nn.Linear(9, OUTPUTS)), (Block, Outer)
+    layers = [Outer(13), Deep(13)]
+    return nn.Sequential(nn.Linear(FEATURES, 13), *layers, nn.Linear(13, OUTPUTS)), (Block, Outer)
 
 
 def only_blocks() -> Shape:
     """The root has no parameters of its own."""
     draw.seed(4)
-    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, OUTPUTS)), nn.Linear
+    return nn.Sequential(nn.Linear(FEATURES, 13), nn.Tanh(), nn.Linear(13, OUTPUTS)), nn.Linear
 
 
 def frozen() -> Shape:
-    """All of a block in the middle, one weight of another, and a part of the root's unit, in which
-    two weights are one.
+    """All of a block that backward goes through, one weight of another, and a part of the root's
+    unit, in which two weights are one.
     """
-    return make(tied=True, frozen=["blocks.1", "blocks.0.up.weight", "embed.weight", "head"]), Block
+    names = ["blocks.0", "blocks.1.up.weight", "embed.weight", "head"]
+    return make(blocks=2, tied=True, frozen=names), Block
 
 
 def frozen_beginning() -> Shape:
     """Backward comes to an end before the first block."""
-    return make(13, 2, frozen=["embed", "blocks.0"]), Block
+    return make(blocks=2, frozen=["embed", "blocks.0"]), Block
 
 
 def a_block_twice() -> Shape:
@@ -201,15 +230,15 @@ def talking() -> Shape:
 
 def root_of_the_class() -> Shape:
     draw.seed(4)
-    inner = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh())
-    return nn.Sequential(inner, nn.Linear(9, OUTPUTS)), nn.Sequential
+    inner = nn.Sequential(nn.Linear(FEATURES, 13), nn.Tanh())
+    return nn.Sequential(inner, nn.Linear(13, OUTPUTS)), nn.Sequential
 
 
 SHAPES: dict[str, Callable[[], Shape]] = {
-    "odd_sizes": lambda: (make(), Block),
+    "odd_sizes": lambda: (make(blocks=2), Block),
     "frozen": frozen,
     "frozen_beginning": frozen_beginning,
-    "tied_in_the_root": lambda: (make(11, 1, tied=True), Block),
+    "tied_in_the_root": lambda: (make(tied=True), Block),
     "nested": nested,
     "only_blocks": only_blocks,
     "a_block_twice": a_block_twice,

@@ -34,7 +34,7 @@ from specs.fsdp_wrap.simulated import (
     wide,
 )
 
-with_adam = functools.partial(books, make_optimizer=adamw)
+with_adam = functools.partial(books, adam=True)
 # The bars show the reference on 8 ranks only: each further world takes a third of a second.
 RANK_OF = {8: 7, 64: 0, 1024: 0}
 MANY = pytest.mark.parametrize("ranks", [8, 64, 1024])
@@ -89,7 +89,7 @@ class TestPart1Wrap:
         check_calls(
             with_adam(answer, device, ranks, RANK_OF[ranks]).calls,
             planned(wide, ranks),
-            what=f"a step of 4 blocks and the root on {ranks} ranks",
+            what=f"a step of {WIDE_BLOCKS} blocks and the root on {ranks} ranks",
         )
 
     @pytest.mark.exact

@@ -30,21 +30,21 @@ from specs.fsdp_wrap.simulated import (
 
 
 def _between_blocks() -> nn.Module:
-    model = make()
-    model.blocks[2].up.weight = model.blocks[0].up.weight
+    model = make(blocks=2)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
     return model
 
 
 def _block_and_root() -> nn.Module:
     model = make()
     model.add_module("probe", nn.Linear(13, 40, bias=False))
-    model.probe.weight = model.blocks[1].up.weight
+    model.probe.weight = model.blocks[0].up.weight
     return model
 
 
 def _a_module_of_two_blocks() -> nn.Module:
-    model = make()
-    model.blocks[2].norm = model.blocks[0].norm
+    model = make(blocks=2)
+    model.blocks[1].norm = model.blocks[0].norm
     return model
 
 
@@ -171,13 +171,13 @@ class TestPart1WrapTraps:
     def test_refuses_a_model_that_is_sharded(self, answer, device, what):
         """Between forward and backward the parameters of a unit that stays are whole."""
         with simulated_world(8, device) as mesh:
-            model = make().to(device)
+            model = make(blocks=2).to(device)
             if what.startswith("all"):
                 answer.wrap(model, mesh, Block, adamw, reshard_after_forward=False)
             if what == "all_and_gathered":
                 model(torch.ones(2, FEATURES, device=device))
             if what == "the_last_block":
-                fully_shard(model.blocks[2], mesh=mesh)
+                fully_shard(model.blocks[1], mesh=mesh)
             if what == "one_parameter":
                 weight = distribute_tensor(model.head.weight, mesh, [Shard(0)])
                 model.head.weight = nn.Parameter(weight)

@@ -110,11 +110,11 @@ class TestPart2Mixed:
 
     @pytest.mark.exact
     def test_small_updates_add_up(self, answer, world):
-        """8 steps of 0.0001 each from 1: bfloat16 rounds each of them away."""
-        got = world.run(answer, ranks_wrap.weigh, [1.0, 1.0], 1e-4, 8)[0]
+        """4 steps of 0.0001 each from 1: bfloat16 rounds each of them away."""
+        got = world.run(answer, ranks_wrap.weigh, [1.0, 1.0], 1e-4, 4)[0]
         for name, weight in got.weights.items():
             cause = "shards are rounded to bfloat16, in which 1 - 0.0001 is 1"
-            check_close(weight, torch.full((3,), 0.9992), f"{name} after 8 steps", cause=cause)
+            check_close(weight, torch.full((3,), 0.9996), f"{name} after 4 steps", cause=cause)
 
     @pytest.mark.exact
     def test_shards_gradients_and_state_are_float32(self, answer, device):

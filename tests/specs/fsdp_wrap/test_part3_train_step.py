@@ -25,10 +25,11 @@ from specs.fsdp_wrap.ranks_step import Plan, batches, of_all
 # Unequal samples over ranks, and over the micro-batches of a rank.
 PLANS: dict[int, Plan] = {
     1: [[3, 2, 4]],
-    2: [[3, 2, 4], [1, 1, 6]],
+    2: [[3, 2], [1, 6]],
     4: [[3], [1], [2], [5]],  # one each: the first is the last
 }
 PLAN = PLANS[2]
+ONE: Plan = [[3], [1]]  # where it is not about several micro-batches
 SIZES_AND_SYNCS = pytest.mark.parametrize(
     ("world", "sync"),
     [(1, "each"), (2, "each"), (2, "last"), (4, "last")],
@@ -75,7 +76,7 @@ class TestPart3TrainStep:
     @pytest.mark.exact
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_returns_plain_float32_scalars_the_same_on_every_rank(self, answer, world, dtype):
-        one, other = world.run(answer, ranks_step.result_of_a_step, PLAN, dtype)
+        one, other = world.run(answer, ranks_step.result_of_a_step, ONE, dtype)
         for name in ("loss", "grad_norm"):
             check_equal(
                 one[name],
@@ -92,12 +93,12 @@ class TestPart3TrainStep:
     @pytest.mark.parametrize("limit", ["binds", "does_not_bind", "is_infinite"])
     def test_clips_to_the_norm_of_the_whole_model(self, answer, world, limit):
         """The norm of all gradients is sqrt(sum over ranks of the squares of their shards)."""
-        steps = [of_all(PLAN, 0)]
+        steps = [of_all(ONE, 0)]
         norm = train_alone(make(), steps).norms[0]
         max_norm = {"binds": norm / 3, "does_not_bind": 3 * norm, "is_infinite": inf}[limit]
         want = train_alone(make(), steps, max_norm=max_norm)
         for rank, got in enumerate(
-            world.run(answer, ranks_step.train, PLAN, 1, None, None, {"max_norm": max_norm})
+            world.run(answer, ranks_step.train, ONE, 1, None, None, {"max_norm": max_norm})
         ):
             _check_norm(got.norms[0], norm, max_norm, rank)
             cause = "clipping is not by max_norm / norm, where the norm is above max_norm"
@@ -107,9 +108,9 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact
     def test_counts_tied_parameters_once_and_frozen_ones_not_at_all(self, answer, world):
-        made = {"tied": True, "frozen": ["blocks.1", "head.bias"]}
-        got = world.run(answer, ranks_step.train, PLAN, 3, made, None, {"sync": "last"})
-        want = train_alone(make(**made), [of_all(PLAN, step) for step in range(3)])
+        made = {"blocks": 2, "tied": True, "frozen": ["blocks.0", "head.bias"]}
+        got = world.run(answer, ranks_step.train, PLAN, 2, made, None, {"sync": "last"})
+        want = train_alone(make(**made), [of_all(PLAN, step) for step in range(2)])
         for rank, result in enumerate(got):
             _check_trained(result, want, rank)
 
@@ -147,7 +148,7 @@ class TestPart3TrainStep:
             check_equal(mine["names"], want["names"], "names", cause=cause)
             check_equal(
                 mine["runs"],
-                [2 * len(PLAN[rank])] * 3,
+                [2 * len(PLAN[rank])] * 2,
                 f"forwards of each block on rank {rank}",
                 cause="a block is not recomputed once in backward: not at all, or twice where"
                 " checkpoints are in each other",
@@ -161,7 +162,7 @@ class TestPart3TrainStep:
     @pytest.mark.parametrize("shape", ["keywords_and_tuples", "frozen_beginning"])
     def test_checkpoints_whatever_a_block_takes_and_returns(self, answer, world, shape):
         """Keywords, dicts and tuples; inputs that require no gradient. To the bit."""
-        for rank, (want, got) in enumerate(world.run(answer, ranks_inputs.recomputed, PLAN, shape)):
+        for rank, (want, got) in enumerate(world.run(answer, ranks_inputs.recomputed, ONE, shape)):
             for name, gradient in want.items():
                 cause = "a reentrant checkpoint, or one for a block of one input"
                 what = f"gradient of {name} on rank {rank}"
@@ -170,11 +171,12 @@ class TestPart3TrainStep:
     @pytest.mark.exact
     def test_all_options_at_once_train_as_one_process(self, answer, world):
         """Checkpointing, kept parameters, accumulation, clipping, two groups of parameters."""
-        steps = [of_all(PLAN, step) for step in range(3)]
-        max_norm = 0.5 * min(train_alone(make(), steps, in_groups).norms)
+        made = {"blocks": 2}
+        steps = [of_all(PLAN, step) for step in range(2)]
+        max_norm = 0.5 * min(train_alone(make(**made), steps, in_groups).norms)
         wrap = {"checkpoint": True, "reshard_after_forward": False, "make_optimizer": in_groups}
-        got = world.run(answer, ranks_step.train, PLAN, 3, None, wrap, {"max_norm": max_norm})
-        want = train_alone(make(), steps, in_groups, max_norm)
+        got = world.run(answer, ranks_step.train, PLAN, 2, made, wrap, {"max_norm": max_norm})
+        want = train_alone(make(**made), steps, in_groups, max_norm)
         cause = (
             "options exclude each other, or it is for one group of the optimizer's parameters only"
         )

@@ -9,8 +9,9 @@ from specs.fsdp_wrap import ranks_inputs, ranks_step
 from specs.fsdp_wrap.models import Batch, check_named, gradients, joined, make, mse, train_alone
 from specs.fsdp_wrap.ranks_step import AFTER, GOOD, Plan, batches, of_all
 
-PLAN: Plan = [[3, 2, 4], [1, 1, 6]]
-PLAN_OF_4: Plan = [*PLAN, [2, 5, 2], [5, 1, 1]]
+PLAN: Plan = [[3, 2], [1, 6]]
+ONE: Plan = [[3], [1]]  # where it is not about several micro-batches
+PLAN_OF_4: Plan = [*PLAN, [2, 5], [5, 1]]
 
 # What becomes of the micro-batches of one rank.
 BAD = {
@@ -37,8 +38,8 @@ class TestPart3TrainStep:
     @pytest.mark.survives
     def test_leaves_gradients_alone_without_max_norm(self, answer, world):
         """Also where one is infinite: inf / inf, the factor of a clipping to it, is nan."""
-        want = train_alone(make(), [of_all(PLAN, 0)]).gradients
-        for rank, got in enumerate(world.run(answer, ranks_step.infinite, PLAN)):
+        want = train_alone(make(), [of_all(ONE, 0)]).gradients
+        for rank, got in enumerate(world.run(answer, ranks_step.infinite, ONE)):
             check(
                 got.norms[0] == float("inf"),
                 expected="grad_norm = inf: the head's bias has an infinite gradient",
@@ -65,8 +66,8 @@ class TestPart3TrainStep:
     @pytest.mark.survives
     def test_a_step_is_right_after_an_error_with_all_gathered(self, answer, world):
         """reshard_after_forward=False, and no backward has given the model back."""
-        want = train_alone(make(), [of_all(PLAN, 0)])
-        for got in world.run(answer, ranks_inputs.step_after_an_error, PLAN):
+        want = train_alone(make(), [of_all(ONE, 0)])
+        for got in world.run(answer, ranks_inputs.step_after_an_error, ONE):
             cause = "something of the step in which loss_fn has raised is left"
             check_close(got.norms[0], want.norms[0], "norm", cause=cause, rtol=1e-4)
             check_named(got.gradients, want.gradients, "gradient of the step", cause=cause)

@@ -21,7 +21,7 @@ from specs.fsdp_wrap.models import (
 from specs.fsdp_wrap.ranks_checkpoint import MADE
 from specs.fsdp_wrap.ranks_step import Plan
 
-PLAN: Plan = [[3, 2, 4], [1, 1, 6]]
+PLAN: Plan = [[3], [1]]
 KINDS_AND_SIZES = pytest.mark.parametrize(
     ("world", "kind"),
     [
@@ -159,27 +159,27 @@ class TestPart4Build:
         want = {
             "dtype": _seen(inside=torch.bfloat16),
             "checkpoint": _seen(runs=2),
-            "reshard_after_forward": _seen(gathers=4),
+            "reshard_after_forward": _seen(gathers=3),
         }
         for name, seen in want.items():
             check_equal(got[name], seen, f"a step with {name}", cause=f"{name} is not passed on")
 
     @pytest.mark.exact
     def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
-        """Four checkpoints take four times the bytes of one."""
-        one, *_, four = world.run(answer, ranks_checkpoint.save_often, tmp_path / "run")[0]
+        """Three checkpoints take three times the bytes of one."""
+        one, _, three = world.run(answer, ranks_checkpoint.save_often, tmp_path / "run")[0]
         check(
-            one > 0 and four > 3.6 * one,
-            expected=f"some {4 * one} bytes in the folder after the fourth save",
-            got=four,
+            one > 0 and three > 2.7 * one,
+            expected=f"some {3 * one} bytes in the folder after the third save",
+            got=three,
             cause="a checkpoint is written over one from before, or takes it away",
         )
 
 
 def _seen(
-    inside: torch.dtype = torch.float32, runs: int = 1, gathers: int = 7
+    inside: torch.dtype = torch.float32, runs: int = 1, gathers: int = 5
 ) -> dict[str, object]:
-    """Three blocks are gathered twice and the root once; or each unit once."""
+    """Two blocks are gathered twice and the root once; or each unit once."""
     return {
         "other values": [],
         "dtype inside a block": str(inside),

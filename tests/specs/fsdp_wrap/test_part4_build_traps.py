@@ -10,10 +10,7 @@ import torch
 from kit.laws.checks import check, check_equal
 from specs.fsdp_wrap import ranks_build, ranks_checkpoint, ranks_interrupted, ranks_whole
 from specs.fsdp_wrap.files import load_file
-from specs.fsdp_wrap.models import (
-    make,
-)
-from specs.fsdp_wrap.ranks_checkpoint import SMALL
+from specs.fsdp_wrap.shapes import tiny
 
 
 class TestPart4Build:
@@ -149,7 +146,7 @@ class TestPart4Build:
     ):
         """Killed at each file operation of save_whole."""
         (found,) = world.run(answer, ranks_interrupted.killed_save_whole, tmp_path)
-        new = sorted(make(**SMALL).state_dict())
+        new = sorted(tiny().state_dict())
         check_equal(found[-1][1], new, "names in the file", cause="it is not the model's")
         for when, names in found:
             check(
@@ -161,7 +158,7 @@ class TestPart4Build:
 
     @pytest.mark.survives
     def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):
-        state = make(**SMALL).state_dict()
+        state = tiny().state_dict()
         name = "blocks.0.up.weight"
         files: dict[str, dict[str, Any]] = {
             "a_name_too_few": {n: value for n, value in state.items() if n != name},
