@@ -7,6 +7,12 @@ import signal
 import sys
 from typing import NoReturn
 
+from kit import forkserver
+
+if __name__ == "__main__" and sys.argv[1:2] in (["kata"], ["watch"]):
+    forkserver.start()  # it imports torch while the rest is imported here
+
+# ruff: isort: split
 from desk import board, gpu, hints, kata, plan, report, reset, watch
 from desk.asked import Misuse
 from desk.paper import Paper

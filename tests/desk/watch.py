@@ -19,6 +19,7 @@ from desk.steps import next_steps
 from desk.terminal import Terminal
 from desk.verdict import Job, Verdict, part_files
 from desk.words import seconds_waited
+from kit import forkserver
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
 
@@ -134,6 +135,7 @@ class Watch:
             self._screen.show(what)
             return
         self._run = None
+        forkserver.preload(self._kata.imports)  # somebody reads now
         self._screen.close(what, run.started)
         steps = next_steps(what)
         self._state.keep(what, self._before, steps)

@@ -17,12 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Kata:
-    """One row of katas.toml; `name` is the file name in every folder."""
+    """One row of katas.toml; `name` is the file name in every folder.
+
+    imports: what its specs import late because it is slow, and may not be installed
+    """
 
     name: str
     title: str
     minutes: int
     summary: str
+    imports: tuple[str, ...] = ()
 
     @property
     def stub(self) -> Path:
@@ -48,7 +52,10 @@ class Kata:
 def all_katas() -> list[Kata]:
     """Every kata in teaching order."""
     rows = tomllib.loads((ROOT / "katas" / "katas.toml").read_text(encoding="utf-8"))
-    return [Kata(name=name, **row) for name, row in rows.items()]
+    return [
+        Kata(name=name, **{**row, "imports": tuple(row.get("imports", ()))})
+        for name, row in rows.items()
+    ]
 
 
 def find_kata(name: str) -> Kata:

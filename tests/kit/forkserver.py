@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
@@ -38,6 +38,8 @@ from kit.catalog import ROOT
 FOLDER_VARIABLE = "MEMORY_KATAS_FORKSERVER"
 _FORKS = sys.platform == "linux"
 STACKS_SIGNAL = signal.SIGUSR1
+PRELOAD_SIGNAL = signal.SIGUSR2
+PRELOAD_FILE = "modules"
 MOST_FORKS = 256  # of one process and its descendants together
 _TOO_MANY = ".too-many-forks"
 _START_LIMIT = 180.0  # torch may come from a cold disk
@@ -96,6 +98,17 @@ def wait_until_warm(given_up: Callable[[], bool] = lambda: False) -> bool:
             raise RuntimeError(f"the warm process could not be started\n{read(folder / 'log')}")
         time.sleep(0.01)
     return True
+
+
+def preload(modules: Collection[str]) -> None:
+    """Have the server import these too, for the forks that come after it; nobody waits for it.
+
+    A fork that is asked for meanwhile comes a little later. What is not there is left out.
+    """
+    if modules and _folder and not _is_fork() and is_warm():
+        (_folder / PRELOAD_FILE).write_text("\n".join(modules), encoding="utf-8")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid(), PRELOAD_SIGNAL)
 
 
 def _mark() -> Path:
@@ -237,8 +250,10 @@ def _limit_forks(note: str) -> None:
         number = int.from_bytes(count[:], "little") + 1
         count[:] = number.to_bytes(8, "little")
         if number > MOST_FORKS:
-            with open(note, "w", encoding="utf-8") as file:
+            own = f"{note}-{os.getpid()}"  # whole before it counts: another one may end this one
+            with open(own, "w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
+            os.replace(own, note)
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
     os.register_at_fork(before=about_to_fork)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import kit
-from kit.forkserver import FOLDER_VARIABLE
+from kit.forkserver import FOLDER_VARIABLE, PRELOAD_FILE, PRELOAD_SIGNAL
 
 
 def _prepare(folder: Path) -> None:
@@ -41,6 +41,7 @@ def _prepare(folder: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Else whoever asks whether there is a GPU starts CUDA, after which a fork cannot use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no kata asks the network for a model
     # Else gloo asks for the address of the host's name, which a laptop without network has not.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
@@ -77,14 +78,32 @@ def import_all() -> None:
     gc.enable()
 
 
-if _folder := os.environ.get(FOLDER_VARIABLE):
+def _import_more(folder: Path) -> None:
+    """Import what `forkserver.preload` names, as far as it is there."""
+    gc.disable()
+    for name in (folder / PRELOAD_FILE).read_text(encoding="utf-8").split():
+        with contextlib.suppress(Exception):  # the spec that needs it says so better
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    _tell_up(folder)
+
+
+def _tell_up(folder: Path) -> None:
+    """Say that forks can be had, or why they are not safe."""
+    torch = sys.modules.get("torch")
+    path = folder / "starting"
+    path.write_text("CUDA is in use" if torch and torch.cuda.is_initialized() else "")
+    path.rename(path.with_name(f"up{os.getpid()}"))
+
+
+if _name := os.environ.get(FOLDER_VARIABLE):
+    _folder = Path(_name)
     try:
-        _prepare(Path(_folder))
+        _prepare(_folder)
         import_all()
     except BaseException:
         traceback.print_exc()  # into the log; each fork fails in the same way, and says it
-    _torch = sys.modules.get("torch")
-    _why_unsafe = "CUDA is in use" if _torch and _torch.cuda.is_initialized() else ""
-    _path = Path(_folder, "starting")
-    _path.write_text(_why_unsafe)
-    _path.rename(_path.with_name(f"up{os.getpid()}"))
+    # The server's loop waits for signals too, so this runs between two forks.
+    signal.signal(PRELOAD_SIGNAL, lambda *_: _import_more(_folder))
+    _tell_up(_folder)

@@ -109,6 +109,31 @@ def _say(pipe):
         re.match(r"(a|aa)+$", "a" * 60 + "b")
 
 
+def _has(pipe, names):
+    pipe.send([name in sys.modules for name in names])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no server")
+def test_what_is_preloaded_is_there_in_later_forks_and_what_is_missing_is_no_error(tmp_path):
+    names = ["nobodys", "torch.nobodys", "wave"]
+
+    def ask() -> list[bool]:
+        here, there = forkserver.pipe()
+        process = forkserver.fork(_has, there, names, log=tmp_path / "log", has_forks=False)
+        found = here.recv()
+        forkserver.end(process)
+        return found
+
+    assert ask() == [False, False, False]
+    before = forkserver.pid()
+    forkserver.preload(names)
+    wait_for(lambda: ask()[2])
+    assert ask() == [False, False, True]
+    forkserver.preload(names)  # once more does no harm
+    assert ask() == [False, False, True]
+    assert forkserver.pid() == before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no server")
 def test_a_fork_of_a_fork_comes_from_the_same_warm_server_and_ends_with_it(tmp_path):
     here, there = forkserver.pipe()

@@ -10,7 +10,7 @@ import pytest
 
 from kit import patience
 from kit.patience import Patience, Spent, family, spent
-from selftest.tiny import House, new_folder, wait_for
+from selftest.tiny import House, later, new_folder, result, wait_for
 
 
 class Clocks:
@@ -133,10 +133,18 @@ def test_short():
 """
 
 
-def test_specs_that_loop_or_wait_come_to_their_limit() -> None:
+def _endless() -> tuple[int, str]:
     home = House(new_folder())
     home.write("tests/selftest/test_endless.py", SPECS)
-    _, out = home.run("pytest", "tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
+    return home.run("pytest", "tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
+
+
+later("endless", _endless)
+
+
+@pytest.mark.timeout(300)
+def test_specs_that_loop_or_wait_come_to_their_limit() -> None:
+    _, out = result("endless")
     assert "2 failed, 1 passed" in out
     assert out.count("Timeout (>1.0s) from pytest-timeout") >= 2
     assert "INTERNALERROR" not in out

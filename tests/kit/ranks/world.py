@@ -43,7 +43,7 @@ from kit.ranks.wire import dumps, loads
 _START_LIMIT = 120.0  # torch may come from a cold disk
 _GRACE = 1.5  # for the other ranks, once one of them has raised or died
 _STEP_LIMIT = 3.0
-_IDLE = 2.0  # a rank that waits in a call and has not worked for so long waits for nobody
+_IDLE = 1.0  # a rank that waits in a call and has not worked for so long waits for nobody
 
 
 @dataclass

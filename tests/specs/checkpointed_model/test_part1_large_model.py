@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -16,9 +18,16 @@ from specs.checkpointed_model.common import (
     inputs,
     large_inputs,
     one_input,
-    peak,
+    peak_of_block,
+    peak_of_model,
     runs_of,
 )
+
+
+@functools.cache
+def held_by(module, device: torch.device, *, use: bool = True) -> int:
+    model = module.LargeModel(5, WIDTH, dropout=0.25, use_checkpoint=use).to(device)
+    return held_after_forward(model, large_inputs(device))
 
 
 class TestPart1LargeModel:
@@ -153,18 +162,12 @@ class TestPart1LargeModel:
         The inside is measured on one plain block: forward, loss and backward. Two of the inputs are
         room: for the loss, and for other ways to write the loop.
         """
-        x = large_inputs(device)
-        inside = peak(answer.MemoryIntensiveBlock(WIDTH, 0.25).to(device), x)
-        model, plain, known = (
-            module.LargeModel(layers, WIDTH, dropout=0.25, use_checkpoint=use).to(device)
-            for module, use in ((answer, True), (reference, False), (reference, True))
-        )
         check_bar(
             f"peak above the baseline, {layers} blocks",
-            peak(model, x),
-            (layers + 2) * one_input(x) + inside,
-            plain=peak(plain, x),
-            reference=peak(known, x),
+            peak_of_model(answer, layers, 1, device),
+            (layers + 2) * one_input(large_inputs(device)) + peak_of_block(answer, device),
+            plain=peak_of_model(reference, layers, 1, device, use=False),
+            reference=peak_of_model(reference, layers, 1, device),
             formula=f"{layers + 2} inputs + 1 inside",
             cause="the backward pass holds more than one block's inside at a time: one checkpoint"
             " around everything, checkpoints around the layers within a block, or no checkpoint",
@@ -177,14 +180,13 @@ class TestPart1LargeModel:
         On the cpu a plain block holds 13 inputs: its own input, and 4 each for the result of the
         ReLU, the mask of the dropout and their product. So 5 blocks take 69, and 21 checkpointed.
         """
-        x = large_inputs(device)
-        plain = peak(reference.LargeModel(5, WIDTH, use_checkpoint=False).to(device), x)
+        plain = peak_of_model(reference, 5, 1, device, use=False)
         check_bar(
             "peak above the baseline, 5 blocks",
-            peak(answer.LargeModel(5, WIDTH).to(device), x),
+            peak_of_model(answer, 5, 1, device),
             0.45 * plain,
             plain=plain,
-            reference=peak(reference.LargeModel(5, WIDTH).to(device), x),
+            reference=peak_of_model(reference, 5, 1, device),
             formula="0.45 x the plain model",
             cause="the inside of all blocks is there at once",
         )
@@ -195,18 +197,12 @@ class TestPart1LargeModel:
 
         The inside of a single block would be 12 more; the bar adds 2.
         """
-        x = large_inputs(device)
-
-        def held(module: object, use: bool) -> int:
-            model = module.LargeModel(5, WIDTH, dropout=0.25, use_checkpoint=use).to(device)
-            return held_after_forward(model, x)
-
         check_bar(
             "held after the forward pass, 5 blocks",
-            held(answer, True),
-            7 * one_input(x),
-            plain=held(reference, False),
-            reference=held(reference, True),
+            held_by(answer, device),
+            7 * one_input(large_inputs(device)),
+            plain=held_by(reference, device, use=False),
+            reference=held_by(reference, device),
             formula="(num_layers + 2) inputs",
             cause="a block is not checkpointed, or something of its inside is kept",
         )

@@ -18,6 +18,8 @@ from specs.checkpointed_model.common import (
     large_inputs,
     one_input,
     peak,
+    peak_of_block,
+    peak_of_model,
     runs_of,
 )
 
@@ -28,10 +30,19 @@ def cost(layers: int, size: int) -> int:
 
 
 @functools.cache
-def peaks(module, layers: int, size: int, device: torch.device, *, use: bool = True) -> int:
-    """The peak of a model, and a plain model has no segments."""
-    options = {"segment_size": size} if use else {"use_checkpoint": False}
-    return peak(module.LargeModel(layers, WIDTH, **options).to(device), large_inputs(device))
+def held_by(module, size: int, case: str, device: torch.device) -> int:
+    """What 14 blocks hold between the forward and the backward pass."""
+    x = large_inputs(device)
+    if case == "x_without":
+        x = x.detach()
+    mask = draw.rand(*x.shape[:2], device=device) < 0.6 if case == "mask" else None
+    model = module.LargeModel(14, WIDTH, segment_size=size).to(device)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
+            return model(x, mask=mask)
+
+    return held_after_forward(model, x, forward)
 
 
 _SEGMENTS = (
@@ -103,13 +114,13 @@ class TestPart3Segments:
         17 by 5 and 13 by 7 leave a last segment of 2 and of 6 blocks, which count as one.
         """
         x = large_inputs(device)
-        inside = peak(answer.MemoryIntensiveBlock(WIDTH).to(device), x)
+        inside = peak_of_block(answer, device)
         check_bar(
             f"peak above the baseline, {layers} blocks by {size}",
-            peaks(answer, layers, size, device),
+            peak_of_model(answer, layers, size, device),
             (cost(layers, size) + 1) * one_input(x) + inside,
-            plain=peaks(reference, layers, size, device, use=False),
-            reference=peaks(reference, layers, size, device),
+            plain=peak_of_model(reference, layers, size, device, use=False),
+            reference=peak_of_model(reference, layers, size, device),
             formula=f"({math.ceil(layers / size)} segments + {size} + 1) inputs + 1 inside",
             cause=_SEGMENTS,
         )
@@ -123,26 +134,12 @@ class TestPart3Segments:
 
         Were 7 the number of segments, it would be 7 inputs.
         """
-        x = large_inputs(device)
-        if case == "x_without":
-            x = x.detach()
-        mask = draw.rand(*x.shape[:2], device=device) < 0.6 if case == "mask" else None
-
-        def held(module: object, size: int) -> int:
-            model = module.LargeModel(14, WIDTH, segment_size=size).to(device)
-
-            def forward() -> torch.Tensor:
-                with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
-                    return model(x, mask=mask)
-
-            return held_after_forward(model, x, forward)
-
         check_bar(
             f"held after the forward pass, 14 blocks by 7, {case}",
-            held(answer, 7),
-            3 * one_input(x),
-            plain=held(reference, 1),
-            reference=held(reference, 7),
+            held_by(answer, 7, case, device),
+            3 * one_input(large_inputs(device)),
+            plain=held_by(reference, 1, case, device),
+            reference=held_by(reference, 7, case, device),
             formula="(2 segments + 1) inputs; plain has a checkpoint a block",
             cause="segment_size is the number of blocks in a segment, and not of segments; or the"
             " inputs of all blocks are held, be it in this case only",
@@ -152,15 +149,18 @@ class TestPart3Segments:
     def test_grows_with_the_square_root_of_the_depth(self, answer, reference, device):
         """With the best size at most 2 * sqrt(n) + 1 inputs are held, at 9, 16 and 36 blocks."""
         x = large_inputs(device)
-        inside = peak(answer.MemoryIntensiveBlock(WIDTH).to(device), x)
+        inside = peak_of_block(answer, device)
         for layers in (9, 16, 36):
-            yours = peaks(answer, layers, answer.best_segment_size(layers), device)
+            yours, theirs = (
+                peak_of_model(module, layers, module.best_segment_size(layers), device)
+                for module in (answer, reference)
+            )
             check_bar(
                 f"peak above the baseline, {layers} blocks",
                 yours,
                 (2 * math.sqrt(layers) + 1) * one_input(x) + inside,
-                plain=peaks(reference, layers, 1, device),
-                reference=peaks(reference, layers, reference.best_segment_size(layers), device),
+                plain=peak_of_model(reference, layers, 1, device),
+                reference=theirs,
                 formula="(2 sqrt(n) + 1) inputs + 1 inside; plain has a checkpoint a block",
                 cause=_SEGMENTS,
             )
@@ -194,7 +194,7 @@ class TestPart3Segments:
         """16 blocks made for segments of 1, then 4: (4 + 4 + 1) inputs + 1 inside; and back."""
         x = large_inputs(device)
         model = answer.LargeModel(16, WIDTH).to(device)
-        inside = peak(answer.MemoryIntensiveBlock(WIDTH).to(device), x)
+        inside = peak_of_block(answer, device)
         model.segment_size = 4
         cause = "the segments are made with the model, not when it runs"
         check_bar(

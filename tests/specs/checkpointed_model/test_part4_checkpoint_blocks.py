@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -37,6 +38,24 @@ _DROPS = (
     "the recomputation draws other random numbers, or runs with other arguments than the forward"
     " pass did"
 )
+
+
+@functools.cache
+def stranger_peak(name: str, device: torch.device, module=None) -> int:
+    """The peak of GPT-2 or ViT with the blocks checkpointed by an answer, or as it is."""
+    stranger = Stranger(name, device)
+    if module is not None:
+        module.checkpoint_blocks(stranger.model, stranger.block_type)
+    return peak(stranger.model, stranger.x, lambda: stranger.forward(stranger.model))
+
+
+@functools.cache
+def transformer_peak(device: torch.device, module=None, *, dear: bool = False) -> int:
+    """The same for six transformer blocks."""
+    model, x = transformer(device)
+    if module is not None:
+        module.checkpoint_blocks(model, Block, keep=module.DEAR if dear else ())
+    return peak(model, x)
 
 
 class TestPart4CheckpointBlocks:
@@ -200,23 +219,15 @@ class TestPart4CheckpointBlocks:
 
         Two inputs more than for a LargeModel: embeddings and a last normalisation have results too.
         """
-
-        def measured(module: object | None) -> int:
-            stranger = Stranger(name, device)
-            model = stranger.model
-            if module is not None:
-                module.checkpoint_blocks(model, stranger.block_type)
-            return peak(model, stranger.x, lambda: stranger.forward(model))
-
         stranger = Stranger(name, device)
         block = stranger.blocks(stranger.model)[0]
         inside = peak(block, stranger.hidden, lambda: _first(block(stranger.hidden)))
         check_bar(
             f"peak above the baseline, {name} with 4 blocks",
-            measured(answer),
+            stranger_peak(name, device, answer),
             (stranger.layers + 4) * one_input(stranger.hidden) + inside,
-            plain=measured(None),
-            reference=measured(reference),
+            plain=stranger_peak(name, device),
+            reference=stranger_peak(name, device, reference),
             formula="(4 + 4) inputs + 1 inside",
             cause="blocks are not checkpointed one by one",
         )
@@ -230,32 +241,25 @@ class TestPart4CheckpointBlocks:
         Of a block these are qkv 3, attention 1 (and its logsumexp, heads / width = 2 / 16), out 1,
         up 3 and down 1. Kept besides, the GELU's result alone would be 3 more.
         """
-
-        def measured(module: object | None, keep: object = ()) -> int:
-            model, x = transformer(device)
-            if module is not None:
-                module.checkpoint_blocks(model, Block, keep=keep)
-            return peak(model, x)
-
         model, x = transformer(device, 1)
         inside = peak(model, x)
-        plain = measured(None)
-        full = measured(answer)
+        plain = transformer_peak(device)
+        full = transformer_peak(device, answer)
         check_bar(
             "peak above the baseline, 6 blocks, all recomputed",
             full,
             (6 + 2) * one_input(x) + inside,
             plain=plain,
-            reference=measured(reference),
+            reference=transformer_peak(device, reference),
             formula="(6 + 2) inputs + 1 inside",
             cause="more than one block's inside is held at a time",
         )
         check_bar(
             "peak above the baseline, 6 blocks, keep=DEAR",
-            measured(answer, answer.DEAR),
+            transformer_peak(device, answer, dear=True),
             full + 6 * (9 + 2 / WIDTH) * one_input(x),
             plain=plain,
-            reference=measured(reference, reference.DEAR),
+            reference=transformer_peak(device, reference, dear=True),
             formula="all recomputed + 6 x 9.125 inputs",
             cause="more is kept than the results of the operations in keep",
         )
