@@ -153,44 +153,35 @@ class Law:
 
     def _suspect(self, answer: ModuleType, first: Difference, device: torch.device) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in all others."""
+        scenarios = [*dict.fromkeys([first.scenario, *self.scenarios])]
         mine: dict[str, Trace | None] = {}
         for name, belief, module in known_mistakes(self.kata, self.function):
-            if all(
-                self._is_like(name, module, answer, mine, scenario, device)
-                for scenario in dict.fromkeys([first.scenario, *self.scenarios])
-            ):
+            for scenario in scenarios:
+                if scenario not in mine:
+                    mine[scenario] = self._pattern(answer, scenario, device)
+                if (name, scenario) not in self._guesses:
+                    self._guesses[name, scenario] = self._pattern(module, scenario, device)
+                rtol = _tolerance(self._wanted(scenario, device)["_world"])
+                if not same(mine[scenario], self._guesses[name, scenario], rtol):
+                    break
+            else:
                 return f"{name.replace('_', ' ')}: {belief}"
         return None
 
-    def _is_like(
-        self,
-        name: str,
-        module: ModuleType,
-        answer: ModuleType,
-        mine: dict[str, Trace | None],
-        scenario: str,
-        device: torch.device,
-    ) -> bool:
-        if scenario not in mine:
-            mine[scenario] = self._tried(answer, scenario, device)
-        if (name, scenario) not in self._guesses:
-            self._guesses[name, scenario] = self._tried(module, scenario, device)
-        got, guess = mine[scenario], self._guesses[name, scenario]
-        if got is None or guess is None:
-            return got is guess
-        world = self._wanted(scenario, device)["_world"]
-        rtol = _tolerance(world)
-        return all(
-            same(got.get(key), guess.get(key), rtol)
-            for key in {*got, *guess}
-            if not key.startswith("_") and not self._is_free(key, self._wanted(scenario, device))
-        )
-
-    def _tried(self, module: ModuleType, scenario: str, device: torch.device) -> Trace | None:
+    def _pattern(self, module: ModuleType, scenario: str, device: torch.device) -> Trace | None:
+        """All that is otherwise than it should be; None if the call cannot be compared."""
+        want = self._wanted(scenario, device)
         try:
-            return self._see(module, scenario, device)
+            got = self._see(module, scenario, device)
         except Exception:
             return None
+        rtol = _tolerance(want["_world"])
+        return {
+            name: value
+            for name, value in got.items()
+            if not (name.startswith("_") or self._is_free(name, want))
+            and not same(value, want.get(name, "nothing"), rtol)
+        }
 
 
 @cache
