@@ -229,10 +229,11 @@ class LossScaler:
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
         for grad in grads:
             grad.mul_(1.0 / self._scale)
-        # The largest magnitude is infinite or NaN if any element is, and takes no copy to find;
-        # a sum or a 2-norm would overflow by itself. It is read once for all gradients.
-        largest = get_total_norm(grads, math.inf)
-        self._overflow[id(optimizer)] = not largest.isfinite()
+        # The extremes of a tensor are infinite or NaN if any element is, and need no copy; a sum or a
+        # norm would overflow by itself. Only `not` waits for the device, once for all gradients.
+        extremes = [extreme for grad in grads for extreme in grad.aminmax()]
+        finite = torch.stack(extremes).isfinite().all() if extremes else True
+        self._overflow[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> None:
         """Step `optimizer`, unless its gradients have overflowed."""

@@ -27,7 +27,7 @@ _SETTINGS = settings(
 )
 
 
-def for_all(cases: SearchStrategy[Case], check: Callable[[Case], None], examples: int = 40) -> None:
+def for_all(cases: SearchStrategy[Case], check: Callable[[Case], None], examples: int = 25) -> None:
     """Run `check` on this many cases; its error for the smallest case that fails comes through."""
     __tracebackhide__ = True
 

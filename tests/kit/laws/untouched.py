@@ -67,69 +67,72 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        before = dict(_observed(args, kwargs))
+        in_force = _in_force()
+        looks = [look for part in _parts([*args, *kwargs.values()], set()) for look in _looks(part)]
+        carried = [(observable, look, look()) for observable, look in looks]
+
+        def problem(after: str) -> SpecFailure | None:
+            now = _in_force()
+            if now != in_force:
+                changed = next(key for key in now if now[key] != in_force[key])
+                if not changed.startswith(free or _NOTHING):
+                    return _failure(changed, in_force[changed], now[changed], after)
+            for observable, look, old in carried:
+                new = look()
+                if new is not _GONE and new != old and not observable.startswith(free or _NOTHING):
+                    return _failure(observable, old, new, after)
+            return None
+
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            problem = _changed(before, free, f"{type(error).__name__} in {name}()")
-            if problem is not None and not isinstance(error, SpecFailure):
-                raise problem from error
+            found = problem(f"{type(error).__name__} in {name}()")
+            if found is not None and not isinstance(error, SpecFailure):
+                raise found from error
             raise
-        problem = _changed(before, free, f"{name}()")
-        if problem is not None:
-            raise problem
+        found = problem(f"{name}()")
+        if found is not None:
+            raise found
         return result
 
     return call
 
 
-def _changed(before: _Observed, free: tuple[str, ...], after: str) -> SpecFailure | None:
-    for observable, (old, look) in before.items():
-        if observable.startswith(free or ("\0",)):
-            continue
-        new = look()
-        if new is not _GONE and new != old:
-            cause = next((c for start, c in _CAUSES.items() if start in observable), "")
-            expected = f"{observable} as before {after}: {_shown(old)}"
-            sure = bool(cause)
-            return SpecFailure(expected, _shown(new), cause or "see above", sure, CLAUSE)
-    return None
+_NOTHING = ("\0",)
+_GONE = object()  # the object of which something is observed is there no longer
+
+
+def _failure(observable: str, old: Any, new: Any, after: str) -> SpecFailure:
+    cause = next((c for start, c in _CAUSES.items() if start in observable), "")
+    expected = f"{observable} as before {after}: {_shown(old)}"
+    return SpecFailure(expected, _shown(new), cause or "see above", bool(cause), CLAUSE)
 
 
 def _shown(value: Any) -> str:
     return str(value).removeprefix("torch.")[:200]
 
 
-_GONE = object()  # the object of which something is observed is there no longer
+_GLOBAL_HOOKS = [v for k, v in vars(nn_module).items() if k.endswith("hooks")]
 
 
-# The name of what is observed, to its value before the call and to how one looks again.
-_Observed = dict[str, tuple[Any, Callable[[], Any]]]
-
-
-def _observed(args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[Any, Callable[[], Any]]]]:
-    for observable, look in _in_force():
-        yield observable, (look(), look)
-    seen: set[int] = set()
-    for value in _parts([*args, *kwargs.values()], seen):
-        for observable, look in _of(value):
-            yield observable, (look(), look)
-
-
-def _in_force() -> Iterator[tuple[str, Callable[[], Any]]]:
-    for device in ("cpu", "cuda"):
-        yield f"autocast on {device}", functools.partial(torch.is_autocast_enabled, device)
-        yield f"autocast dtype on {device}", functools.partial(torch.get_autocast_dtype, device)
-    yield "autocast cache", torch.is_autocast_cache_enabled
-    yield "grad mode", torch.is_grad_enabled
-    yield "inference grad mode", torch.is_inference_mode_enabled
-    yield "default dtype", torch.get_default_dtype
-    yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled
-    yield "dispatch modes in force", lambda: len(dispatch_modes())
-    yield "hooks on saved tensors", saved_tensors_hooks_in_force
-    yield "garbage collector", gc.isenabled
-    yield "random state of Python", random.getstate
-    yield "global module hooks", lambda: _hooks(vars(nn_module))
+def _in_force() -> dict[str, Any]:
+    """What is in force in this thread, and the same for all."""
+    return {
+        "autocast on cpu": torch.is_autocast_enabled("cpu"),
+        "autocast dtype on cpu": torch.get_autocast_dtype("cpu"),
+        "autocast on cuda": torch.is_autocast_enabled("cuda"),
+        "autocast dtype on cuda": torch.get_autocast_dtype("cuda"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference grad mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "dispatch modes in force": len(dispatch_modes()),
+        "hooks on saved tensors": saved_tensors_hooks_in_force(),
+        "garbage collector": gc.isenabled(),
+        "random state of Python": random.getstate(),
+        "global module hooks": sum(len(hooks) for hooks in _GLOBAL_HOOKS if hooks),
+    }
 
 
 def _hooks(attributes: Mapping[str, Any]) -> dict[str, int]:
@@ -154,7 +157,7 @@ def _parts(values: list[Any], seen: set[int]) -> Iterator[Any]:
             yield from _parts([*value.values()], seen)
 
 
-def _of(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _looks(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     if isinstance(value, nn.Module):
         modules = [(f"{name or type(value).__name__}", m) for name, m in value.named_modules()]
         yield "training flags", lambda: {n: m.training for n, m in modules}

@@ -114,7 +114,7 @@ def rounds(*parts: Calls | st.SearchStrategy[Call]) -> Calls:
     """One to five rounds of these calls, with an update at the end of each."""
     lists = [part.map(lambda made: made if isinstance(made, list) else [made]) for part in parts]
     one = st.tuples(*lists, st.just([Call("update")])).map(_joined)
-    return st.lists(one, min_size=1, max_size=5).map(_joined)
+    return st.lists(one, min_size=1, max_size=4).map(_joined)
 
 
 def _joined(lists: Iterable[list[Call]]) -> list[Call]:

@@ -75,19 +75,19 @@ class TestPart2LossScaler:
         check_equal(scaled.requires_grad, True, "requires_grad of the scaled loss", cause=cause)
 
     @pytest.mark.exact("LossScaler", "update")
-    @pytest.mark.parametrize("init_scale", [256.0, 0.25])
-    def test_tracks_gradscaler_through_every_pattern_of_overflows(self, answer, device, init_scale):
+    def test_tracks_gradscaler_through_every_pattern_of_overflows(self, answer, device):
         """All 64 scripts of six good and bad steps, growing after two good ones in a row."""
         cause = "back off at once, count good steps in a row, and start over after both"
         for script in itertools.product((None, math.inf), repeat=6):
             calls = [(Call("backward", bad=bad), Call("step"), Call("update")) for bad in script]
-            agree(answer, device, [*itertools.chain(*calls)], cause, init_scale=init_scale)
+            agree(answer, device, [*itertools.chain(*calls)], cause, init_scale=1.0)
 
     @pytest.mark.exact("LossScaler", "unscale_")
-    @pytest.mark.parametrize("value", OVERFLOWS)
-    def test_finds_an_overflow_anywhere(self, answer, device, value):
+    def test_finds_an_overflow_anywhere(self, answer, device):
+        """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
+        gradients = backward(bad=st.sampled_from(OVERFLOWS), at=ANYWHERE)
         cause = "not every element of every gradient is looked at"
-        hold(answer, device, rounds(backward(bad=st.just(value), at=ANYWHERE), STEP), cause)
+        hold(answer, device, rounds(gradients, STEP), cause)
 
     @pytest.mark.exact("LossScaler", "step")
     def test_step_unscales_unless_that_was_done(self, answer, device):
