@@ -132,8 +132,12 @@ class World:
             "buffers": {name: b.clone() for name, b in self.model.named_buffers()},
             "scaler": self.grad_scaler.state_dict() if self.grad_scaler else None,
             "schedule": self.scheduler.last_epoch if self.scheduler else None,
-            "random state": torch.get_rng_state(),
+            "random state": [torch.get_rng_state(), *_cuda_random_state(self.device)],
         }
+
+
+def _cuda_random_state(device: torch.device) -> list[Tensor]:
+    return [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

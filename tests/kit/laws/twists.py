@@ -84,6 +84,15 @@ def insert(
     return twist
 
 
+def inside_autocast(dtype: torch.dtype, *, cache: bool = True) -> Twist:
+    """The caller is inside an autocast already."""
+
+    def twist(w: World) -> None:
+        w.outer = lambda: torch.autocast(w.device.type, dtype, cache_enabled=cache)
+
+    return twist
+
+
 def frozen(w: World) -> None:
     """The first parameter is not trained."""
     next(w.model.parameters()).requires_grad_(False)

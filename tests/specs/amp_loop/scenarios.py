@@ -20,6 +20,7 @@ from kit.laws.twists import (
     huge,
     in_precisions,
     insert,
+    inside_autocast,
     loss_with_a_parameter,
     option,
     put,
@@ -123,10 +124,8 @@ IN_EACH_PRECISION: dict[str, dict[str, tuple[Twist, ...]]] = {
         "a gradient of 1e30, clipped": (huge, option(max_norm=3.0), put(sgd={"lr": 0.5})),
     },
     "the caller's autocast": {
-        "inside bfloat16": (put(outer=lambda: torch.autocast("cpu", torch.bfloat16)),),
-        "inside float16 without cache": (
-            put(outer=lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)),
-        ),
+        "inside bfloat16": (inside_autocast(torch.bfloat16),),
+        "inside float16 without cache": (inside_autocast(torch.float16, cache=False),),
     },
     "the caller's mode": {
         "dropout in train mode": (insert(lambda: nn.Dropout(0.5)),),
