@@ -1,10 +1,10 @@
 """Memory measurement: count the bytes before you cut them.
 
-Four parts: the bytes of training state, the bytes that autograd saves for the backward pass, the
-peak of a step on any device, and the closed form that predicts the state before anything is built.
+All figures are bytes (int). Memory belongs to storages: all views of a tensor share one, which
+counts once and in full.
 
-All figures are bytes (int). Memory belongs to storages, not to tensors: a view shares its storage
-with its base, so every storage is counted once and in full, however many tensors look at it.
+Errors are ValueError unless it says otherwise, name the offending value, and are raised before
+anything is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 
 class StateBytes(NamedTuple):
-    """Bytes of training state by kind."""
+    """Bytes by kind."""
 
     parameters: int
     gradients: int
@@ -27,7 +27,7 @@ class StateBytes(NamedTuple):
 
 
 class PeakMemory(NamedTuple):
-    """Bytes of one measured step."""
+    """Bytes of one step."""
 
     baseline: int  # alive before the step
     peak: int  # the most that was alive at any moment of the step, baseline included
@@ -40,18 +40,28 @@ class PeakMemory(NamedTuple):
 def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBytes:
     """Bytes of a model's parameters, gradients and buffers, and of an optimizer's state.
 
-    Each storage counts once, in full, under the first kind that holds it (parameters, gradients,
-    buffers, optimizer): tied parameters count once, a view or an expanded tensor counts as the
-    storage behind it. Frozen parameters and non-persistent buffers count; a gradient that is None
-    does not. Optimizer state is every tensor in `optimizer.state`, however deep in lists, tuples
-    and dicts; before the first step Adam has none.
+        parameters  frozen ones too
+        gradients   of frozen parameters too; None takes nothing
+        buffers     of every module, non-persistent ones too
+        optimizer   tensors in `optimizer.state`; Adam has none before its first step
+        sharing     a storage counts once, under the first of these kinds that has it
+
+        >>> state_bytes(nn.Linear(7, 3))
+        StateBytes(parameters=96, gradients=0, buffers=0, optimizer=0)
 
     Args:
-        model: any module with dense tensors, on any device, the meta device included.
+        model: dense tensors of any dtype.
         optimizer: None counts as no state.
 
     Raises:
-        TypeError: `model` is not a Module or `optimizer` is not an Optimizer; names the type.
+        TypeError: not a Module, not an Optimizer; names the type.
+
+    Details:
+        1. A slice, an expanded or a strided tensor counts as all of the storage behind it.
+        2. Optimizer state may lie deep in lists, tuples and dicts, as that of L-BFGS does.
+        3. Hyperparameters in `optimizer.param_groups` are not state, even if they are tensors.
+        4. A tensor on the meta device counts as many bytes as it would take.
+        5. Model, gradients and optimizer stay as they are.
     """
     raise NotImplementedError
 
@@ -60,21 +70,28 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes that autograd holds between the forward and the backward pass.
+    """Bytes that autograd holds for the backward pass of what `forward` returns.
 
-    Counts the tensors that were saved for a backward pass while `forward` ran and that are still
-    held when it returns, each storage once and in full. What was saved for a graph that is gone by
-    then does not count. Storages of `model`'s parameters and buffers never count, in whatever shape
-    they are saved (Linear saves its weight as a transposed view): they are there anyway. The input
-    counts, if it is saved. Afterwards the graph is as free to go as without the count.
+        held      what was saved while `forward` ran and the graph of its result still holds
+        sharing   a storage counts once and in full, however small the saved part
+        left out  the model's parameters and buffers, in whatever shape
+        after     errors and Ctrl-C come through; no hook is left; backward still works
+
+        >>> saved_bytes(lambda: model(x), model)
 
     Args:
-        forward: runs the forward pass; its result is kept alive until the count is taken.
-        model: whose parameters and buffers to leave out.
+        forward: called once; its result nests tensors at will.
+        model: whose tensors are left out.
 
     Raises:
-        TypeError: `forward` is not callable or `model` is not a Module; names the type.
-        Any error of `forward`, unchanged; no hook is left behind.
+        TypeError: not a Module; names the type.
+
+    Details:
+        1. What was saved for a graph that is gone does not count, even if the tensor lives on.
+        2. A saved input counts.
+        3. Once the caller drops the result, its graph goes without the garbage collector.
+        4. Saved-tensor hooks of the caller are in force again afterwards.
+        5. Gradients, modes and the random stream are as `forward` alone would leave them.
     """
     raise NotImplementedError
 
@@ -89,24 +106,28 @@ def peak_memory(
 ) -> PeakMemory:
     """Run `step` once and say how many bytes were alive before, at the peak, and after.
 
-    On cuda the allocator counts. On the cpu nothing counts for us: a TorchDispatchMode watches
-    every operation, forward and backward, and keeps the sum of live storages. A temporary counts
-    while it lives; a view or an in-place result takes no memory; what is freed is given back. Two
-    measurements are independent: neither reports the peak of the other. Memory of other devices
-    does not count.
+        peak      temporaries count while they live: in forward, backward and optimizer step
+        sharing   a view or an in-place result takes nothing; a slice keeps its storage
+        retained  what is freed is given back; may be negative
+        after     errors and Ctrl-C come through; no dispatch mode is left
+
+        >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
     Args:
-        step: runs the work; what it returns is dropped before `retained` is read.
-        device: "cpu", "cuda" or "cuda:N", as a string or a torch.device.
-        existing: every tensor alive before the step that it may use or free (parameters,
-            gradients, optimizer state, inputs). On the cpu they are the baseline, each storage
-            once; on cuda the allocator knows them already. An iterator is emptied in either case,
-            and nothing of it is kept: what the step frees must be free to go.
+        step: its result is dropped before `retained` is read.
+        device: "cpu", "cuda" or "cuda:N", or a torch.device; only its memory counts.
+        existing: tensors from before that the step uses or frees; on the cpu the baseline.
 
     Raises:
-        ValueError: `device` names another kind of device, or none, or a cuda device that is not
-            there; names it. The step has not run then.
-        Any error of `step`, unchanged; no mode is left behind.
+        other devices, and absent ones.
+
+    Details:
+        1. Every dtype counts, and every operation, under no_grad and inference_mode too.
+        2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
+        3. The peak is never below the baseline, and never that of an earlier measurement.
+        4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.
+        5. `untyped_storage().resize_(0)`, by which FSDP frees parameters, gives back its bytes.
+        6. On cuda the figures are the allocator's.
     """
     raise NotImplementedError
 
@@ -122,40 +143,38 @@ def training_bytes(
     zero_stage: int = 0,
     ranks: int = 1,
 ) -> int:
-    """Bytes of training state on one rank, from arithmetic alone; activations are not in it.
+    """Bytes of weights+gradients+optimizer on one rank, by arithmetic. A parameter takes:
 
-    The convention, in bytes a parameter (weights + gradients + optimizer):
+        sgd           4+4+0
+        sgd_momentum  4+4+4
+        adam          4+4+8
+        amp_adam      4+4+8: autocast keeps weights and gradients
+        master_adam   2+2+12: fp32 master weights and two moments
+        lora_16bit    frozen weights of 2, and `trainable` adapter parameters as adam
+        lora_4bit     frozen weights of 1/2, and adapters likewise
+        zero          stage 1 divides optimizer state by ranks, 2 also gradients, 3 also weights
 
-    - "sgd": 4 + 4 + 0, all fp32
-    - "sgd_momentum": 4 + 4 + 4
-    - "adam": 4 + 4 + 8, two fp32 moments
-    - "amp_adam": the same as "adam". Autocast keeps fp32 weights and gradients; its 16-bit copies
-      of the weights live for one forward and backward and are counted with the activations.
-    - "master_adam": 2 + 2 + 12, 16-bit weights and gradients; the optimizer holds an fp32 master
-      copy and two fp32 moments. This is the 16 of the ZeRO paper (arXiv 1910.02054, section 3.1);
-      with fp32 gradients in place of the 16-bit ones people count 18, with both kinds 20.
-    - "lora_16bit": `n_params` frozen weights of 2, and `trainable` adapter parameters as "adam"
-    - "lora_4bit": `n_params` frozen weights of half a byte (quantisation constants not counted),
-      and `trainable` adapter parameters as "adam"
-
-    ZeRO stage 1 divides the optimizer's part among the ranks, stage 2 the gradients too, stage 3
-    the weights too, frozen ones included. A divided part is ceil(parameters / ranks) parameters
-    long on every rank, since shards are padded to one size. An odd half byte is rounded up.
+        >>> training_bytes(7_500_000_000, "master_adam", zero_stage=3, ranks=64)
+        1875000000
 
     Args:
-        n_params: parameters of the model; for LoRA of the frozen model, adapters not included.
-        recipe: one of the names above.
-        trainable: parameters of the adapters; for the LoRA recipes, and only for them.
-        zero_stage: 0 (nothing divided) to 3.
-        ranks: data-parallel ranks, at least 1.
+        n_params: parameters; for LoRA the frozen ones.
+        recipe: a name from the table.
+        trainable: parameters of the adapters, for LoRA only.
+        zero_stage: 0 (divides nothing) to 3.
+        ranks: at least 1.
 
     Raises:
-        TypeError: a count is not an int (a float such as 7e9, or a bool); names the value.
-        ValueError: an unknown recipe, a negative count, `trainable` given for a recipe without
-            adapters or missing for one with them, a stage outside 0 to 3, fewer than 1 ranks; names
-            the value.
+        other recipes, stages and ranks; a negative count; `trainable` missing or out of place.
+
+    Details:
+        1. Shards are padded: a divided part is ceil(parameters / ranks) parameters on every rank.
+        2. Frozen weights are divided at stage 3 as others are.
+        3. The result is exact for every count; an odd half byte is rounded up.
+        4. 0 is a count, of parameters and of adapters.
+        5. A count that is not an int, such as 7e9, is a TypeError.
     """
     raise NotImplementedError
 
 
-# untouched stub 72fb840f6d6b
+# untouched stub ceec6f4a09e1

@@ -282,8 +282,19 @@ def peak_memory(
         tensor = storage = None
         del existing  # nothing here may keep alive what the step frees
         baseline = watch.live
-        with watch:
-            step()
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            done = resize(storage, size)
+            watch.enter(storage)  # no operation shows this one
+            return done
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        try:
+            with watch:
+                step()
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         gc.collect()
         return PeakMemory(baseline, watch.peak, watch.live - baseline)
     finally:

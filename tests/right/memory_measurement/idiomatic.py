@@ -159,6 +159,15 @@ class _LiveStorages(TorchDispatchMode):
     def _release(self, key: int) -> None:
         self.current -= self._live.pop(key)[0]
 
+    def reread(self) -> None:
+        """Ask the storages for their sizes again: `resize_` of a storage is no operation."""
+        for key, (counted, ref) in list(self._live.items()):
+            storage = ref()
+            if storage is not None and storage.nbytes() != counted:
+                self._live[key] = (storage.nbytes(), ref)
+                self.current += storage.nbytes() - counted
+        self.peak = max(self.peak, self.current)
+
     def close(self) -> None:
         self._live.clear()
 
@@ -172,6 +181,7 @@ class _LiveStorages(TorchDispatchMode):
                 if isinstance(leaf, Tensor)
                 for storage in _storages(leaf)
             }
+        self.reread()
         out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -218,6 +228,7 @@ def peak_memory(
         baseline = mode.current
         with mode:
             result = step()
+        mode.reread()
         peak = mode.peak
         del result
         return PeakMemory(baseline, peak, mode.current - baseline)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
-import torch
 from torch import nn
+from torch.optim import SGD
 
-from kit.laws import draw
-from kit.laws.checks import check_bar, check_equal, check_raises
-from kit.laws.toys import mlp
+from kit.laws.checks import check, check_bar, check_equal, check_raises
+from kit.laws.scenarios import check_scenarios
+from specs.memory_measurement import states
+
+KINDS = "bytes of (parameters, gradients, buffers, optimizer)"
 
 
-class History(torch.optim.Optimizer):
-    """Keeps tensors deep inside its state, as L-BFGS and Shampoo do."""
+def check_state(answer, device, law, cause):
+    __tracebackhide__ = True
 
-    def __init__(self, params: object) -> None:
-        super().__init__(params, {})
+    def judge(answer, scenario):
+        world = scenario(device)
+        return tuple(answer.state_bytes(world.model, world.optimizer)), world.want
 
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {
-                    "count": 3,
-                    "old": [torch.zeros(5), {"deep": (torch.zeros(7, dtype=torch.float64),)}],
-                }
+    check_scenarios(answer, judge, law, KINDS, cause=cause)
 
 
 class TestPart1StateBytes:
@@ -31,95 +30,44 @@ class TestPart1StateBytes:
 
     subject = "state_bytes"
 
-    @pytest.mark.works
+    @pytest.mark.works("state_bytes", "gradients")
     def test_counts_parameters_gradients_and_momentum(self, answer, device):
         """P = 7*11 + 11 + 11*3 + 3 floats of 4 bytes; gradients and momentum are one P each."""
-        model = mlp(7, 11, 3, device=device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model(draw.randn(5, 7, device=device)).sum().backward()
+        model = states.trained(device, 7, 11, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer.step()
         size = 4 * (7 * 11 + 11 + 11 * 3 + 3)
-        got = answer.state_bytes(model, optimizer)
-        check_equal(
-            tuple(got),
-            (size, size, 0, size),
-            "(parameters, gradients, buffers, optimizer)",
-            cause="a kind of state is left out, or counted under another",
-        )
+        cause = "a kind of state is left out, or counted under another"
+        got = tuple(answer.state_bytes(model, optimizer))
+        check_equal(got, (size, size, 0, size), KINDS, cause=cause)
 
-    @pytest.mark.works
-    def test_adam_has_no_state_before_its_first_step_and_two_moments_after(self, answer, device):
-        """Two moments of P, and one float32 step counter for each of the two parameters."""
-        model = nn.Linear(13, 5).to(device)
-        optimizer = torch.optim.Adam(model.parameters())
-        before = answer.state_bytes(model, optimizer).optimizer
-        check_equal(before, 0, "optimizer bytes before the first step", cause=_guess)
-        model(draw.randn(3, 13, device=device)).sum().backward()
-        optimizer.step()
-        after = answer.state_bytes(model, optimizer).optimizer
-        want = 2 * 4 * (13 * 5 + 5) + 2 * 4
-        check_equal(after, want, "optimizer bytes after it (2 P + the step counters)", cause=_guess)
+    @pytest.mark.works("state_bytes", "optimizer")
+    def test_counts_the_optimizers_state_as_it_is_now(self, answer, device):
+        cause = "the state is guessed from the optimizer's kind, or some of its tensors left out"
+        check_state(answer, device, states.Moments, cause)
 
-    @pytest.mark.exact
-    def test_counts_each_dtype_at_its_own_size(self, answer, device):
-        model = nn.Linear(9, 4, dtype=torch.bfloat16).to(device)
-        model.register_buffer("mask", torch.zeros(17, dtype=torch.bool, device=device))
-        model.register_buffer("ids", torch.zeros(5, dtype=torch.int64, device=device))
-        got = answer.state_bytes(model)
-        cause = "every element is taken for 4 bytes"
-        check_equal(got.parameters, 2 * (9 * 4 + 4), "bytes of bfloat16 parameters", cause=cause)
-        check_equal(got.buffers, 17 + 8 * 5, "bytes of a bool and an int64 buffer", cause=cause)
+    @pytest.mark.exact("state_bytes", "parameters")
+    def test_counts_every_parameter(self, answer, device):
+        check_state(answer, device, states.Parameters, "parameters are left out")
 
-    @pytest.mark.exact
-    def test_counts_tied_parameters_once(self, answer, device):
-        """Tied as one Parameter (GPT's head), and as two Parameters on one storage."""
-        embedding, head = nn.Embedding(19, 6), nn.Linear(6, 19, bias=False)
-        twin = nn.Linear(6, 19, bias=False)
-        head.weight = embedding.weight
-        twin.weight = nn.Parameter(embedding.weight.detach())
-        got = answer.state_bytes(nn.ModuleList([embedding, head, twin]).to(device))
-        want = 4 * 19 * 6
-        if device.type == "cuda":  # moving to another device separates the two Parameters
-            want *= 2
-        check_equal(
-            got.parameters,
-            want,
-            "bytes of three tied weights",
-            cause="tensors are counted, or parameters by identity, where the storage is one",
-        )
+    @pytest.mark.exact("state_bytes", "gradients")
+    def test_counts_every_gradient_that_is_there(self, answer, device):
+        check_state(answer, device, states.Gradients, "p.grad is not asked of every parameter")
 
-    @pytest.mark.exact
-    def test_counts_a_view_as_the_storage_behind_it(self, answer, device):
-        """An expanded tensor has 3 floats of memory; a strided view keeps all of its storage."""
-        model = nn.Module()
-        model.register_buffer("wide", torch.zeros(3, 1, device=device).expand(3, 1000))
-        model.register_buffer("odd", torch.zeros(100, device=device)[::2])
-        check_equal(
-            answer.state_bytes(model).buffers,
-            4 * 3 + 4 * 100,
-            "bytes of an expanded and a strided buffer",
-            cause="elements of the view are counted, not its storage",
-        )
+    @pytest.mark.exact("state_bytes", "buffers")
+    def test_counts_every_buffer(self, answer, device):
+        check_state(answer, device, states.Buffers, "buffers are left out")
 
-    @pytest.mark.exact
-    def test_counts_a_storage_under_one_kind_only(self, answer, device):
-        """DDP and fused optimizers keep gradients as views into one flat buffer."""
-        model = nn.Linear(8, 4, bias=False).to(device)
-        model.register_buffer("flat", torch.zeros(40, device=device))
-        model.weight.grad = model.flat[:32].view(4, 8)
-        check_equal(
-            tuple(answer.state_bytes(model)),
-            (128, 160, 0, 0),
-            "(parameters, gradients, buffers, optimizer) of gradients inside a flat buffer",
-            cause="each kind starts its count afresh, so that a shared storage counts twice",
-        )
+    @pytest.mark.exact("state_bytes", "sharing")
+    def test_counts_a_storage_once_under_the_first_kind(self, answer, device):
+        cause = "something else than the storage decides what was counted before"
+        check_state(answer, device, states.Sharing, cause)
 
-    @pytest.mark.saves
+    @pytest.mark.saves("state_bytes", "gradients")
     def test_shows_what_set_to_none_saves(self, answer, device):
         """zero_grad(set_to_none=True) frees P bytes, set_to_none=False none: bar 0 against P."""
-        model = mlp(16, 64, 8, device=device)
+        model = states.trained(device, 16, 64, 8)
         size = 4 * (16 * 64 + 64 + 64 * 8 + 8)
-        model(draw.randn(2, 16, device=device)).sum().backward()
         model.zero_grad(set_to_none=False)
         zeroed = answer.state_bytes(model).gradients
         check_equal(zeroed, size, "bytes of zeroed gradients", cause="zeros are memory too")
@@ -133,68 +81,46 @@ class TestPart1StateBytes:
             cause="gradients are taken to be as large as the parameters",
         )
 
-    @pytest.mark.survives
-    def test_counts_frozen_parameters_and_hidden_buffers(self, answer, device):
-        model = nn.Linear(5, 3).to(device).requires_grad_(False)
-        model.register_buffer("cache", torch.zeros(11, device=device), persistent=False)
-        got = answer.state_bytes(model)
-        check_equal(
-            (got.parameters, got.gradients, got.buffers),
-            (4 * 18, 0, 44),
-            "(parameters, gradients, buffers) of a frozen layer with a non-persistent buffer",
-            cause="the count goes by requires_grad or by state_dict(), which miss memory",
-        )
+    @pytest.mark.survives("state_bytes", 1)
+    def test_counts_a_view_as_the_storage_behind_it(self, answer, device):
+        cause = "the size is taken from the tensor, and not from its storage"
+        check_state(answer, device, states.Views, cause)
 
-    @pytest.mark.survives
+    @pytest.mark.survives("state_bytes", 2)
     def test_finds_optimizer_state_however_deep(self, answer, device):
-        optimizer = History(nn.Linear(2, 2, bias=False).to(device).parameters())
-        optimizer.step()
-        check_equal(
-            answer.state_bytes(nn.ReLU(), optimizer).optimizer,
-            4 * 5 + 8 * 7,
-            "bytes of tensors in lists, dicts and tuples of the state",
-            cause="only tensors at the top of the state are seen",
+        cause = "lists, tuples or dicts in the state are not looked into"
+        check_state(answer, device, states.Deep, cause)
+
+    @pytest.mark.survives("state_bytes", 3)
+    def test_counts_no_hyperparameters(self, answer, device):
+        cause = "something else than optimizer.state is counted"
+        check_state(answer, device, states.Hyperparameters, cause)
+
+    @pytest.mark.survives("state_bytes", 4)
+    def test_counts_tensors_on_the_meta_device(self, answer, device):
+        check_state(answer, device, states.Meta, "a storage without memory is not counted")
+
+    @pytest.mark.survives("state_bytes", 5)
+    def test_changes_nothing(self, answer, device):
+        model, optimizer = states.Moments.adam_before_its_first_step(device)[1:]
+
+        def seen():
+            own = [(id(p.grad), str(p.grad), str(p)) for p in model.parameters()]
+            return own, copy.copy(optimizer.state), model.training
+
+        before = seen()
+        answer.state_bytes(model, optimizer)
+        check(
+            seen() == before,
+            expected="weights, gradients and optimizer state as they were",
+            got="something has changed",
+            cause="a step is taken to see the state, or gradients are cleared",
         )
 
-    @pytest.mark.survives
+    @pytest.mark.survives("state_bytes", "Raises")
     @pytest.mark.parametrize("bad", ["model", "optimizer"])
     def test_refuses_what_is_no_model_or_optimizer(self, answer, bad):
-        args = ({"weight": 1}, None) if bad == "model" else (nn.Linear(2, 2), [1.5])
-        name = "dict" if bad == "model" else "list"
-        check_raises(
-            lambda: answer.state_bytes(*args),
-            TypeError,
-            mentions=[name],
-            when=f"for {args[0] if bad == 'model' else args[1]!r} as {bad}",
-        )
-
-    @pytest.mark.survives
-    def test_knows_a_storage_by_itself_not_by_where_a_view_starts(self, answer, device):
-        """Two views of one flat buffer start at two addresses; meta tensors all start at 0."""
-        model = nn.Linear(8, 4).to(device)
-        flat = torch.zeros(36, device=device)
-        model.weight.grad, model.bias.grad = flat[:32].view(4, 8), flat[32:]
-        cause = "data_ptr() of the tensor tells where a view starts, not whose memory it is"
-        got = answer.state_bytes(model).gradients
-        check_equal(got, 144, "bytes of two gradients in one flat buffer", cause=cause)
-        cause = "data_ptr() is 0 for every meta tensor"
-        got = answer.state_bytes(nn.Linear(8, 4, device="meta")).parameters
-        check_equal(got, 144, "bytes of parameters on the meta device", cause=cause)
-
-    @pytest.mark.survives
-    def test_counts_state_that_is_a_gradient_once_and_no_hyperparameters(self, answer, device):
-        model = nn.Linear(8, 4, bias=False).to(device)
-        optimizer = History(model.parameters())
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.state[model.weight] = {"last": model.weight.grad, "own": torch.zeros(3)}
-        cause = "the optimizer's state starts a count of its own"
-        got = tuple(answer.state_bytes(model, optimizer))
-        check_equal(got, (128, 128, 0, 12), "state that holds the gradient itself", cause=cause)
-        rate = torch.tensor(0.1)
-        adam = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
-        cause = "param_groups are counted, where optimizer.state is asked for"
-        got = answer.state_bytes(nn.ReLU(), adam).optimizer
-        check_equal(got, 0, "optimizer bytes with a tensor as learning rate", cause=cause)
-
-
-_guess = "the state is guessed from the optimizer's kind, or its small tensors are left out"
+        model, optimizer = nn.Linear(2, 2), [1.5]
+        args, name = (({}, None), "dict") if bad == "model" else ((model, optimizer), "list")
+        when = f"for a {name} as {bad}"
+        check_raises(lambda: answer.state_bytes(*args), TypeError, mentions=[name], when=when)

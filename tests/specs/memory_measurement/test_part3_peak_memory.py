@@ -1,31 +1,39 @@
-"""Peaks, compared with formulas and with the allocator's own figures."""
+"""Peaks, compared with formulas and with the kit's own ruler."""
 
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kit.answers.reset_torch import reset_torch
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
-from kit.laws.toys import Block, mlp
-from kit.memory.profiler_peak import allocator_peaks
-from kit.memory.ruler import bytes_of, measure
-from kit.private_torch import dispatch_modes, import_dynamo
-
-KIB = 1024
+from kit.laws.checks import check, check_bar, check_equal, check_raises
+from kit.laws.endings import ENDINGS, check_ending
+from kit.laws.scenarios import check_scenarios
+from kit.laws.toys import mlp
+from kit.memory.ruler import measure
+from kit.private_torch import DispatchMode, dispatch_modes, import_dynamo
+from specs.memory_measurement import steps
+from specs.memory_measurement.steps import KIB, floats
 
 import_dynamo()  # the first dispatch mode would, in the midst of a measurement
 
 
-def _two_layers(device: torch.device, batch: int = 96) -> tuple[nn.Module, Tensor, list[Tensor]]:
-    """A model, its input, and all tensors alive before a step."""
-    model = mlp(128, 384, 128, device=device)
-    x = draw.randn(batch, 128, device=device)
-    model(x).sum().backward()  # cuBLAS takes its workspace once
-    model.zero_grad()
-    return model, x, [x, *model.parameters()]
+def check_peak(answer, device, law, cause):
+    __tracebackhide__ = True
+
+    def judge(answer, scenario):
+        world = scenario(device)
+        got = answer.peak_memory(world.step, device, world.existing)
+        known = got.baseline if device.type == "cpu" else world.want[0] * KIB
+        figures = (known, got.peak - got.baseline, got.retained)
+        return figures, tuple(KIB * n for n in world.want)
+
+    check_scenarios(answer, judge, law, "bytes (baseline, peak - baseline, retained)", cause=cause)
 
 
 class TestPart3PeakMemory:
@@ -33,127 +41,94 @@ class TestPart3PeakMemory:
 
     subject = "peak_memory"
 
-    @pytest.mark.works
+    @pytest.mark.works("peak_memory", "peak")
     def test_reports_baseline_peak_and_what_is_retained(self, answer, device):
-        """x is there before; 3x lives for a moment, 2x stays: peak = x + 3x + 2x."""
-        x = torch.zeros(512, device=device)
-        kept = []
+        """2 KiB are there before; 12 live for a moment beside 8 that stay: peak = 2 + 12 + 8."""
+        x, kept = floats(2, device), []
 
-        def step() -> None:
-            temporary = torch.ones(3 * 512, device=device)
-            kept.append(torch.ones(2 * 512, device=device))
+        def step():
+            temporary = floats(12, device)
+            kept.append(floats(8, device))
             del temporary
 
         got = answer.peak_memory(step, device, [x])
-        size = x.nbytes
-        check_equal(got.peak - got.baseline, 5 * size, "peak - baseline", cause=_transient)
-        check_equal(
-            got.retained, 2 * size, "retained bytes", cause="retained is not after - before"
-        )
-        if device.type == "cpu":
-            check_equal(got.baseline, size, "baseline", cause="`existing` is the baseline")
-            nothing = tuple(answer.peak_memory(lambda: None, device))
-            check_equal(
-                nothing,
-                (0, 0, 0),
-                "a step that does nothing",
-                cause="the count does not start at 0",
-            )
+        figures = [got.baseline if device.type == "cpu" else x.nbytes]
+        figures += [got.peak - got.baseline, got.retained]
+        cause = "memory is read when the step is over, or retained is not after - before"
+        what = "[baseline, peak - baseline, retained]"
+        check_equal(figures, [2 * KIB, 20 * KIB, 8 * KIB], what, cause=cause)
 
-    @pytest.mark.exact
+    @pytest.mark.works("peak_memory", "existing")
+    def test_what_existed_is_the_baseline(self, answer, device):
+        check_peak(answer, device, steps.Existing, "existing storages do not count once, in full")
+
+    @pytest.mark.exact("peak_memory", "peak")
+    def test_counts_temporaries_while_they_live(self, answer, device):
+        cause = "what is freed stays in the sum, or something is counted only after the step"
+        check_peak(answer, device, steps.Peak, cause)
+
+    @pytest.mark.exact("peak_memory", "peak")
+    def test_agrees_with_the_ruler_on_training_steps(self, answer, device):
+        """Within 2 %: the ruler counts a storage in blocks of 512 bytes."""
+
+        def judge(answer, scenario):
+            step, existing = scenario(device)
+            true = measure(step, device, known=existing)
+            step, existing = scenario(device)
+            mine = answer.peak_memory(step, device, existing)
+            got = (mine.peak - mine.baseline, mine.retained)
+            want = (true.above_baseline, true.retained)
+            near = all(abs(a - b) <= 0.02 * want[0] for a, b in zip(got, want, strict=True))
+            return (want if near else got), want
+
+        cause = "memory is missed (backward? the optimizer?) or counted twice (views? in-place?)"
+        check_scenarios(
+            answer, judge, steps.Training, "bytes (peak - baseline, retained)", cause=cause
+        )
+
+    @pytest.mark.exact("peak_memory", "sharing")
+    def test_counts_storages_not_tensors(self, answer, device):
+        cause = "tensors are counted, or their elements, and not the storages that they lie on"
+        check_peak(answer, device, steps.Sharing, cause)
+
+    @pytest.mark.exact("peak_memory", "retained")
     def test_gives_back_what_is_freed(self, answer, device):
-        """Five temporaries of N, one after the other, peak at N, not at 5 N."""
+        cause = "what existed is kept alive by the measurement, or never taken off"
+        check_peak(answer, device, steps.Retained, cause)
 
-        def step() -> None:
-            for _ in range(5):
-                torch.ones(256 * KIB // 4, device=device)
+    @pytest.mark.exact("peak_memory", "after")
+    @pytest.mark.parametrize("end", ENDINGS)
+    def test_leaves_no_mode(self, answer, device, end):
+        class TheCallersMode(DispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                return func(*args, **(kwargs or {}))
 
-        got = answer.peak_memory(step, device)
-        cause = "freed storages stay in the sum"
-        check_equal(got.peak - got.baseline, 256 * KIB, "peak - baseline", cause=cause)
-        check_equal(got.retained, 0, "retained bytes", cause=cause)
+        TheCallersMode().__enter__()
+        check_ending(lambda step: answer.peak_memory(step, device), end, lambda: floats(2, device))
+        modes = [type(mode).__name__ for mode in dispatch_modes()]
+        reset_torch()
+        cause = "the mode is entered without `with`, or left in one kind of ending only"
+        what = f"dispatch modes after {end}"
+        check_equal(modes, ["TheCallersMode"], what, cause=cause)
 
-    @pytest.mark.exact
-    def test_a_view_or_an_in_place_result_is_no_memory(self, answer, device):
-        x = torch.ones(64, 128, device=device)
-        out = torch.empty_like(x)
+    @pytest.mark.exact("peak_memory", "step")
+    def test_runs_the_step_once_and_drops_its_result(self, answer, device):
+        modes = []
+        with torch.no_grad():
+            step = lambda: (modes.append(torch.is_grad_enabled()), floats(4, device))  # noqa: E731
+            got = answer.peak_memory(step, device)
+        cause = "a warm-up run changes the state, or gradients are put on"
+        check_equal(modes, [False], "runs of the step, with the caller's grad mode", cause=cause)
+        check_equal(got.retained, 0, "retained bytes", cause="the step's result is kept too long")
 
-        def step() -> list[Tensor]:
-            y = x * 2
-            y.add_(1).relu_()
-            torch.mul(x, 3, out=out)
-            return [y.t(), y[3:], y.view(-1), x[:, ::2], x.expand(9, 64, 128)]
+    @pytest.mark.exact("peak_memory", "device")
+    def test_counts_one_device_however_it_is_named(self, answer, device):
+        cause = "another device's memory is counted, or this one is not known by its name"
+        check_peak(answer, device, steps.OtherDevices, cause)
+        named = answer.peak_memory(lambda: floats(4, device), str(device))
+        check_equal(named.peak - named.baseline, 4 * KIB, f"peak of {str(device)!r}", cause=cause)
 
-        got = answer.peak_memory(step, device, [x, out])
-        cause = "each result counts as new memory, though it lies on a storage counted before"
-        check_equal(got.peak - got.baseline, x.nbytes, "peak - baseline", cause=cause)
-
-    @pytest.mark.exact
-    def test_existing_storages_count_once(self, answer):
-        x = torch.zeros(10, 128)
-        got = answer.peak_memory(lambda: None, "cpu", [x, x.t(), x[2:], x])
-        cause = "tensors of `existing` are added up, not their storages"
-        check_equal(got.baseline, x.nbytes, "baseline of one tensor and views of it", cause=cause)
-
-    @pytest.mark.exact
-    def test_counts_the_backward_pass(self, answer, device):
-        """Retained: one gradient for each parameter. The peak has the hidden activations too."""
-        model, x, existing = _two_layers(device)
-        got = answer.peak_memory(lambda: model(x).sum().backward(), device, existing)
-        size = sum(p.nbytes for p in model.parameters())
-        check_equal(got.retained, size, "retained bytes (gradients)", cause=_backward)
-        hidden = 96 * 384 * 4
-        check(
-            got.peak - got.baseline >= 2 * hidden,
-            expected=f"peak - baseline of at least {2 * hidden} (hidden layer and its gradient)",
-            got=got.peak - got.baseline,
-            cause=_backward,
-        )
-
-    @pytest.mark.exact
-    @pytest.mark.parametrize("kind", ["linear", "normalisation", "attention"])
-    def test_agrees_with_the_allocator(self, answer, device, kind):
-        """Within 2 % of what the allocator itself reports, forward and backward.
-
-        On the cpu without what a kernel allocates and frees within one operator: no mode sees it,
-        and it is another amount on another processor.
-        """
-        width = 192
-        model = {
-            "linear": lambda: mlp(width, 640, 320, width),
-            "normalisation": lambda: nn.Sequential(
-                nn.Linear(width, 400), nn.LayerNorm(400), nn.LayerNorm(400), nn.Tanh()
-            ),
-            "attention": lambda: Block(width, heads=6),
-        }[kind]().to(device)
-        x = draw.randn(7, 80, width, device=device)
-
-        def step() -> None:
-            model.zero_grad()
-            model(x).square().mean().backward()
-
-        step()  # libraries take their own workspaces once
-        existing = [x, *model.parameters()]
-        model.zero_grad()
-        got = answer.peak_memory(step, device, existing)
-        model.zero_grad()
-        if device.type == "cuda":
-            true = measure(step, device).above_baseline
-        else:
-            true = allocator_peaks(step).between_operators
-        check_close(
-            got.peak - got.baseline,
-            true,
-            "peak - baseline, in bytes, as the allocator has it,",
-            rtol=0.02,
-            cause="memory is missed (backward? temporaries?) or counted twice (views? in-place?)",
-        )
-        model.zero_grad()
-        again = answer.peak_memory(step, device, existing)
-        cause = "something of the first run is left in the second, or a sum depends on chance"
-        check_equal(again.peak - again.baseline, got.peak - got.baseline, "second run", cause=cause)
-
-    @pytest.mark.saves
+    @pytest.mark.saves("peak_memory", "peak")
     def test_shows_what_checkpointing_takes_off_the_peak(self, answer, reference, device):
         """Plain holds 6 blocks' insides; a checkpoint per block 6 inputs and one block's inside.
 
@@ -162,9 +137,8 @@ class TestPart3PeakMemory:
         """
         blocks = nn.ModuleList(mlp(32, 256, 32, device=device) for _ in range(6))
         x = draw.randn(256, 32, device=device, requires_grad=True)
-        existing = [x, *blocks.parameters()]
 
-        def step(remat: bool) -> None:
+        def step(remat):
             y = x
             for block in blocks:
                 y = checkpoint(block, y, use_reentrant=False) if remat else block(y)
@@ -172,8 +146,8 @@ class TestPart3PeakMemory:
             blocks.zero_grad()
             x.grad = None
 
-        def peak(module: object, remat: bool) -> int:
-            got = module.peak_memory(lambda: step(remat), device, existing)
+        def peak(module, remat):
+            got = module.peak_memory(lambda: step(remat), device, [x, *blocks.parameters()])
             return got.peak - got.baseline
 
         step(True)  # cuBLAS takes its workspace once
@@ -196,102 +170,61 @@ class TestPart3PeakMemory:
             cause="what is freed between the blocks stays in the sum",
         )
 
-    @pytest.mark.survives
-    def test_a_second_smaller_phase_reports_its_own_peak(self, answer, device):
-        def phase(size: int) -> int:
-            got = answer.peak_memory(lambda: torch.ones(size, device=device), device)
-            return got.peak - got.baseline
+    @pytest.mark.survives("peak_memory", 1)
+    def test_counts_every_kind_of_operation(self, answer, device):
+        cause = "results are left out by their kind, or by the mode that they are made in"
+        check_peak(answer, device, steps.Kinds, cause)
 
-        first, second = phase(64 * KIB), phase(KIB)
-        check_equal(
-            (first, second),
-            (256 * KIB, 4 * KIB),
-            "peaks of two phases",
-            cause="the peak is not reset, so a phase reports the highest of all before it",
-        )
+    @pytest.mark.survives("peak_memory", 2)
+    @pytest.mark.parametrize(
+        "kind", [iter, lambda held: (t for t in held)], ids=["list", "generator"]
+    )
+    def test_empties_an_iterator_and_keeps_nothing(self, answer, device, kind):
+        held = [floats(3, device), floats(5, device)]
+        storages, existing = [ref(t.untyped_storage()) for t in held], kind(held[:])
 
-    @pytest.mark.survives
-    def test_drops_the_result_and_runs_the_step_once(self, answer, device):
-        runs = []
+        def step():
+            held.clear()
+            alive.append(sum(storage() is not None for storage in storages))
 
-        def step() -> Tensor:
-            runs.append(1)
-            return torch.ones(KIB, device=device)
+        alive = []
+        answer.peak_memory(step, device, existing)
+        cause = "a list of `existing`, or a loop's variable, keeps them alive"
+        check_equal(alive, [0], "tensors alive in the step after it freed two", cause=cause)
 
-        got = answer.peak_memory(step, device)
-        check_equal(len(runs), 1, "runs of the step", cause="a warm-up run changes the state")
-        check_equal(got.retained, 0, "retained bytes", cause="the step's result is kept too long")
+    @pytest.mark.survives("peak_memory", 3)
+    def test_a_smaller_step_reports_its_own_peak(self, answer, device):
+        """A step that only frees peaks at its start, whatever was measured before."""
+        held = [floats(4, device)]
+        phases = [lambda: floats(256, device), lambda: floats(4, device), held.clear]
+        got = [answer.peak_memory(p, device, iter(held[:])) for p in phases]
+        peaks = [(reading.peak - reading.baseline) // KIB for reading in got]
+        cause = "the peak is that of operations only, or of an earlier measurement"
+        check_equal(peaks, [256, 4, 0], "KiB, peak - baseline of three phases", cause=cause)
 
-    @pytest.mark.survives
-    def test_freeing_what_existed_is_negative(self, answer, device):
-        """zero_grad(set_to_none=True) at the start of a step frees gradients of the last one."""
-        model, x, existing = _two_layers(device)
-        model(x).sum().backward()
-        existing += [p.grad for p in model.parameters()]
-        size = bytes_of(*[p.grad for p in model.parameters()])
-        # The list must not keep them alive: hand it over and forget it.
-        got = answer.peak_memory(
-            model.zero_grad, device, iter([existing.pop(0) for _ in existing[:]])
-        )
-        cause = "storages of `existing` are kept alive by the measurement, or never taken off"
-        check_equal(got.retained, -size, "retained bytes", cause=cause)
+    @pytest.mark.survives("peak_memory", 4)
+    def test_sees_a_tensor_grow(self, answer, device):
+        cause = "the size of a storage is read only once"
+        check_peak(answer, device, steps.Grown, cause)
 
-    @pytest.mark.survives
-    def test_an_error_in_the_step_reaches_the_caller_and_leaves_no_mode(self, answer, device):
-        def step() -> None:
-            raise KeyError("the step's own error")
-
-        check_raises(
-            lambda: answer.peak_memory(step, device),
-            KeyError,
-            mentions=["the step's own error"],
-            when="which is what the step raised",
-        )
-        check(
-            not dispatch_modes(),
-            expected="no dispatch mode in force after the error",
-            got=dispatch_modes(),
-            cause="the mode is entered without `with` or try/finally",
-        )
-
-    @pytest.mark.survives
-    @pytest.mark.parametrize("bad", ["mps", "cuda:99", "tpu", "cpu zero"])
-    def test_refuses_a_device_that_it_cannot_measure(self, answer, bad):
-        runs = []
-        check_raises(
-            lambda: answer.peak_memory(lambda: runs.append(1), bad),
-            ValueError,
-            mentions=[bad],
-            when=f"for device {bad!r}",
-        )
-        check_equal(len(runs), 0, "runs of the step", cause="the device is checked after the step")
+    @pytest.mark.survives("peak_memory", 5)
+    def test_sees_a_storage_emptied(self, answer, device):
+        cause = "storage.resize_ is no operation, so sizes are to be read again"
+        check_peak(answer, device, steps.Emptied, cause)
 
     @pytest.mark.gpu
-    @pytest.mark.survives
-    def test_does_not_report_a_peak_from_before_the_step(self, answer, device):
-        torch.ones(64 * KIB * KIB, device=device)  # 256 MiB, freed at once
-        got = answer.peak_memory(lambda: torch.ones(KIB, device=device), device)
+    @pytest.mark.survives("peak_memory", 6)
+    def test_reads_the_allocator(self, answer, device):
+        floats(256 * KIB, device)  # 256 MiB, freed at once
+        before = torch.cuda.memory_allocated(device)
+        got = answer.peak_memory(lambda: floats(4, device), device)
         cause = "reset_peak_memory_stats is not called before the step"
-        check_equal(got.peak - got.baseline, 4 * KIB, "peak - baseline", cause=cause)
+        check_equal(tuple(got), (before, before + 4 * KIB, 0), "reading", cause=cause)
 
-    @pytest.mark.survives
-    def test_the_peak_is_never_below_the_baseline(self, answer):
-        """A step that only frees peaks at its start; a view stands for all of its storage."""
-        held = [torch.zeros(1024)]
-        got = tuple(answer.peak_memory(held.clear, "cpu", iter([held[0]])))
-        cause = "the peak is that of operations only"
-        check_equal(got, (4 * KIB, 4 * KIB, -4 * KIB), "a step that only frees", cause=cause)
-        view = torch.zeros(10, 128)[2:]
-        got = tuple(answer.peak_memory(lambda: None, "cpu", [view]))
-        cause = "the elements of a view are counted, not its storage"
-        check_equal(got, (5 * KIB, 5 * KIB, 0), "a step with an existing view", cause=cause)
-
-    @pytest.mark.survives
-    def test_memory_of_another_device_does_not_count(self, answer):
-        got = answer.peak_memory(lambda: torch.empty(10**6, device="meta"), "cpu")
-        cause = "meta tensors have a size and no memory"
-        check_equal(got.peak, 0, "peak of a step on the meta device", cause=cause)
-
-
-_transient = "memory is read when the step is over, so a temporary is missed"
-_backward = "the count ends with the forward pass, or the mode is left before backward"
+    @pytest.mark.survives("peak_memory", "Raises")
+    @pytest.mark.parametrize("bad", ["mps", "cuda:99", "tpu", "cpu zero", "meta"])
+    def test_refuses_a_device_that_it_cannot_measure(self, answer, bad):
+        runs = []
+        call = lambda: answer.peak_memory(lambda: runs.append(1), bad)  # noqa: E731
+        check_raises(call, ValueError, mentions=[bad], when=f"for device {bad!r}")
+        check_equal(len(runs), 0, "runs of the step", cause="the device is checked after the step")
