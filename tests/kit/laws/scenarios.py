@@ -52,7 +52,7 @@ def check_scenarios(
     name = broken[0].replace("_", " ") if isinstance(law, type) else broken[0]
     where = name if len(scenarios) == 1 else f"{name}; {len(broken)} of {len(scenarios)} scenarios"
     believed = [] if error else [b for b, m in _mistakes() if _gives(m, judge, scenarios, given)]
-    suspects = {belief: got for belief in believed[:1]}
+    suspects = dict.fromkeys(believed[:1], got)
     check_equal(got, want, f"{what} ({where})", cause=cause, suspects=suspects)
 
 
@@ -81,7 +81,9 @@ def _mistakes() -> list[tuple[str, ModuleType]]:
 @cache
 def _caught_by(kata: str, spec: str) -> list[tuple[str, ModuleType]]:
     try:
-        mistakes = [(answer.mistake, answer.path) for answer in sources(find_kata(kata), "mistakes")]
+        mistakes = [
+            (answer.mistake, answer.path) for answer in sources(find_kata(kata), "mistakes")
+        ]
     except (OSError, ValueError):  # the proof complains of it, not a verdict
         return []
     mine = [(m, path) for m, path in mistakes if m and m.caught_by.partition("[")[0] == spec]
