@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("hint", help="one hint, for the part in hand or another")
     command.add_argument("name", nargs="?", help="a name, or a number on the board")
     command.add_argument("part", nargs="?", help="without it, the part in hand")
-    command.add_argument("rung", nargs="?", default="1")
+    command.add_argument("rung", nargs="?", help="without it, the first")
 
     command = commands.add_parser("reset", help="write a fresh stub; somebody's work is kept")
     command.add_argument("name", nargs="?")

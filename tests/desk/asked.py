@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from desk.verdict import Job, part_files
+from desk.verdict import Job
 from kit import catalog
 from kit.catalog import Kata, kata_of
 
@@ -38,7 +38,7 @@ def named(name: str) -> Kata:
 
 def part_named(kata: Kata, text: str) -> int:
     """The number of one of its parts, or Misuse with those there are."""
-    numbers = list(part_files(kata))
+    numbers = [part.number for part in kata.parts]
     if text.isdecimal() and int(text) in numbers:
         return int(text)
     raise Misuse(f"{kata.name} has no part {text}: {there_are('part', numbers)}")

@@ -20,13 +20,18 @@ Steps = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one kata stands; `part` is the one to work at, `steps` are empty once it is solved."""
+    """Where one kata stands; `part` is the one to work at, `steps` are empty once it is solved.
+
+    `spec` is the name of the one that failed last.
+    """
 
     kata: Kata
     code: schema.State
     words: str
     style: str = ""
     part: int = 1
+    spec: str = ""
+    core_passed: bool = False
     steps: Steps | tuple[()] = ()
 
 
@@ -72,25 +77,28 @@ def standing(kata: Kata, state: State) -> Standing:
     record = state.read(kata)
     if record is None:
         return Standing(kata, "not_judged", "begun, not judged yet", "yellow", steps=again)
-    changed, part = record.changed(state.fingerprint(kata)), record.failed or 1
+    changed, part = record.changed(state.fingerprint(kata)), record.part
     if changed == "answer":
         words = f"changed since (was: {record.words.partition(' (')[0]})"
-        return Standing(kata, "changed", words, "yellow", part, again)
+        return Standing(kata, "changed", words, "yellow", part, record.spec, steps=again)
     if changed:
         words = f"to be judged again ({changed} changed)"
-        return Standing(kata, "outdated", words, "yellow", part, again)
+        return Standing(kata, "outdated", words, "yellow", part, record.spec, steps=again)
+    core = record.core_passed(kata)
     if record.passed:
-        return Standing(kata, record.code, record.words, "green", part)
-    return Standing(kata, record.code, record.words, "yellow", part, record.steps or again)
+        return Standing(kata, record.code, record.words, "green", part, core_passed=core)
+    steps = record.steps or again
+    return Standing(kata, record.code, record.words, "yellow", part, record.spec, core, steps)
 
 
 def _row(found: Standing) -> schema.Row:
     state = schema.Standing(found.code, found.words)
-    return schema.Row(report.kata_name(found.kata), shown(found.kata.stub), state, found.part)
+    answer = shown(found.kata.stub)
+    return schema.Row(report.kata_name(found.kata), answer, state, found.part, found.core_passed)
 
 
 def _draw(paper: Paper, standings: list[Standing]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("#", "Kata", "State", "File in katas/"):
         table.add_column(heading, overflow="fold")
     for number, found in enumerate(standings, 1):

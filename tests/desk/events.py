@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from kit.catalog import Lap, Section
 from kit.memory.plan import Plan, Row
 
 # How a spec can end. "todo" is NotImplementedError out of the candidate's own file; "skipped" is
@@ -24,8 +25,9 @@ TODO_KIND = "not written"
 class Problem:
     """Why something is not right, in the words that the screen shows; empty fields are left out.
 
-    `kind` names the problem in two or three words; `line` counts from 1 (0: no line is known) and
-    `caret` is the column of `source` to point at, from 1 (0: none).
+    `kind` names the problem in two or three words; a `cause` is `sure` where it is computed, and a
+    guess elsewhere. `line` counts from 1 (0: no line is known) and `caret` is the column of
+    `source` to point at, from 1 (0: none).
     """
 
     kind: str
@@ -37,6 +39,7 @@ class Problem:
     function: str = ""
     source: str = ""
     caret: int = 0
+    sure: bool = False
 
     @property
     def at(self) -> str:
@@ -55,16 +58,30 @@ class Chart:
 
 @dataclass(frozen=True)
 class Spec:
-    """One spec, or one case of it, as the candidate knows it; `part` is the number of its file."""
+    """One spec, or one case of it, as the candidate knows it; `part` is the number of its file.
+
+    `function` is what it is about, and `contract` the sentence that it checks, where it names one.
+    """
 
     id: str
     part: int
-    title: str
-    subject: str
+    lap: Lap
+    function: str
     group: str
     sentence: str
     case: str
     gpu: bool
+    contract: str = ""
+
+    @property
+    def section(self) -> Section:
+        """Where it belongs."""
+        return Section(self.lap, self.part)
+
+    @property
+    def name(self) -> str:
+        """The name of its function in the file of specs."""
+        return f"test_{self.sentence.replace(' ', '_')}"
 
 
 @dataclass(frozen=True)

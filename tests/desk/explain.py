@@ -29,11 +29,11 @@ _ENDINGS = ("Skipped", "SkipTest", "XFailed", "Exit", "KeyboardInterrupt")
 
 @dataclass(frozen=True)
 class Judged:
-    """The file under judgement, the reference beside it, and what the spec is about."""
+    """The file under judgement, the reference beside it, and the function of the spec."""
 
     path: Path
     reference: Path
-    subject: str
+    function: str
     limit: float
     importing: bool = False
 
@@ -41,9 +41,10 @@ class Judged:
 def explain(error: BaseException, judged: Judged) -> Problem:
     """What the exception means for the candidate."""
     place = place_in(error, judged.path)
-    here = (place or source.find(judged.path, judged.subject)).fields()
+    here = (place or source.find(judged.path, judged.function)).fields()
     if isinstance(error, SpecFailure):
-        return Problem("wrong", error.got, error.expected, error.cause, **here)
+        sure = getattr(error, "sure", False)
+        return Problem("wrong", error.got, error.expected, error.cause, sure=sure, **here)
     if _is_timeout(error):
         return _timeout(judged, place, here)
     if isinstance(error, SystemExit):
@@ -123,7 +124,7 @@ def _timeout(judged: Judged, place: Place | None, here: dict[str, Any]) -> Probl
 def _exit(error: SystemExit, judged: Judged, here: dict[str, Any]) -> Problem:
     expected = "an import that returns" if judged.importing else "a call that returns or raises"
     cause = "sys.exit(), exit() or quit() ends the whole program; return, or raise an error"
-    return Problem("sys.exit()", f"SystemExit: {error.code}", expected, cause, **here)
+    return Problem("sys.exit()", f"SystemExit: {error.code}", expected, cause, sure=True, **here)
 
 
 def _import(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
@@ -132,12 +133,13 @@ def _import(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
     got = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
         expected = "imports of torch and of the standard library only"
-        return Problem("import error", got, expected, "no such module is installed here", **here)
+        cause = "no such module is installed here"
+        return Problem("import error", got, expected, cause, sure=True, **here)
     if isinstance(error, ImportError):
         cause = "the module is there, and the name is not: misspelt, or of another version"
         return Problem("import error", got, "", cause, **here)
     cause = "this line runs when the file is imported, before any function is called"
-    return Problem("error at import", got, "a file that can be imported", cause, **here)
+    return Problem("error at import", got, "a file that can be imported", cause, sure=True, **here)
 
 
 def _missing_name(error: BaseException, judged: Judged) -> Problem | None:
@@ -170,7 +172,7 @@ def _missing(name: str, judged: Judged) -> Problem:
 def _misfit(error: TypeError, judged: Judged) -> Problem | None:
     """A call that does not fit the signature, where that is not the one of the reference."""
     found = _MISFIT.match(str(error))
-    name = found.group(1).removesuffix(".__init__") if found else judged.subject
+    name = found.group(1).removesuffix(".__init__") if found else judged.function
     wanted = source.signature(judged.reference, name)
     mine = source.signature(judged.path, name)
     place = source.find(judged.path, name)
@@ -181,7 +183,7 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
     if wanted is None or mine is None or wanted == mine:
         return None
     cause = f"the signature is not the one of the stub ({error})"
-    return Problem("wrong signature", mine, wanted, cause, **place.fields())
+    return Problem("wrong signature", mine, wanted, cause, sure=True, **place.fields())
 
 
 def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
@@ -196,7 +198,7 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
         where = f"{last.f_code.co_name} ({Path(last.f_code.co_filename).name})"
         cause = f"raised in {where}, which this line has called"
     got = _said(error)
-    return Problem("error", got, "no error", cause, **here)
+    return Problem("error", got, "no error", cause, sure=True, **here)
 
 
 def _left_debugger(by_q: bool, here: dict[str, Any]) -> Problem:
@@ -205,7 +207,8 @@ def _left_debugger(by_q: bool, here: dict[str, Any]) -> Problem:
     if not by_q:
         got = "the end of the input at breakpoint()"
         cause = "it asks at a terminal: there is none in a pipe or in a rank, and Ctrl-D closes it"
-    return Problem("stopped in the debugger", got, "a spec that runs to its end", cause, **here)
+    expected = "a spec that runs to its end"
+    return Problem("stopped in the debugger", got, expected, cause, sure=True, **here)
 
 
 def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
@@ -218,8 +221,9 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
     return Problem(
         "error",
         got,
-        f"what the docstring of {judged.subject or 'the kata'} promises",
+        f"what the docstring of {judged.function or 'the kata'} promises",
         f"the spec could not use what it was given ({where})",
+        sure=True,
         **here,
     )
 

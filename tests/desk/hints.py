@@ -1,26 +1,26 @@
-"""`hint`: one rung of the hints at a time, so that nobody reads more than they need."""
+"""`hint`: one hint at a time, so that nobody reads more than they need."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from desk import board, report, schema
 from desk.asked import Misuse, named, there_are
+from desk.board import Standing
+from desk.hint_file import Hints, parse
 from desk.paper import Paper
 from desk.state import State
 from kit.catalog import Kata, shown
 
-_PART = re.compile(r"^## Part (\d+): *(.*)$")
-_RUNG = re.compile(r"^### (\d+) +(.*)$")
 
-Hints = dict[int, tuple[str, dict[int, tuple[str, list[str]]]]]
+def run(name: str | None, part: str | None, rung: str | None, paper: Paper) -> int:
+    """Print one hint, and the command for the next.
 
-
-def run(name: str | None, part_text: str | None, rung_text: str, paper: Paper) -> int:
-    """Print one rung, and the command for the next; without a part, of the part in hand."""
-    kata, part_in_hand = _in_hand(name, State(paper.note))
-    hint = show(paper, kata, part_text or str(part_in_hand), rung_text)
+    Without a part it is for the part in hand, and first for the spec that failed, if it has one.
+    """
+    found = _in_hand(name, State(paper.note))
+    rung = rung or ("1" if part else str(first_rung(found.kata, found.spec)))
+    hint = show(paper, found.kata, part or str(found.part), rung, found.spec)
     if hint.rung == hint.rungs:
         paper.line(f"This was the last hint of part {hint.part}.")
     paper.steps([(step.label, step.text) for step in hint.next])
@@ -28,83 +28,75 @@ def run(name: str | None, part_text: str | None, rung_text: str, paper: Paper) -
     return 0
 
 
-def show(paper: Paper, kata: Kata, part_text: str, rung_text: str) -> schema.Hint:
-    """Print one rung. Misuse says which parts and rungs there are."""
-    try:
-        hints = parse(kata.hints.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Misuse(
-            f"there are no hints for {kata.name} yet ({shown(kata.hints)} is missing)"
-        ) from None
-    part = _number(part_text, hints, f"{kata.name} has no part", "part")
-    subject, rungs = hints[part]
-    rung = _number(rung_text, rungs, f"part {part} of {kata.name} has no rung", "rung")
-    heading, lines = rungs[rung]
-    paper.line(f"{kata.title}, part {part}: {subject} - hint {rung} of {len(rungs)}", "bold")
+def first_rung(kata: Kata, spec: str) -> int:
+    """0 if the spec has a hint of its own, which comes before those of its part."""
+    return 0 if kata.hints.exists() and spec in _hints(kata).specs else 1
+
+
+def show(paper: Paper, kata: Kata, part_text: str, rung_text: str, spec: str = "") -> schema.Hint:
+    """Print one rung; 0 is the hint of a spec. Misuse says which parts and rungs there are."""
+    hints = _hints(kata)
+    part = _number(part_text, hints.parts, f"{kata.name} has no part", "part")
+    ladder, rung = hints.parts[part], 0
+    if rung_text == "0" and spec in hints.specs:
+        heading, paragraphs = _words(spec), [hints.specs[spec]]
+        which = "a hint for the spec that failed"
+    else:
+        spec = ""
+        refusal = f"part {part} of {kata.name} has no rung"
+        rung = _number(rung_text, ladder.rungs, refusal, "rung")
+        heading, lines = ladder.rungs[rung]
+        # The terminal's width, not the file's.
+        paragraphs = [" ".join(text.split()) for text in "\n".join(lines).split("\n\n")]
+        which = f"hint {rung} of {len(ladder.rungs)}"
+    paper.line(f"{kata.title}, part {part}: {ladder.title} - {which}", "bold")
     paper.line(heading)
     paper.line()
-    # The terminal's width, not the file's.
-    paragraphs = [" ".join(text.split()) for text in "\n".join(lines).split("\n\n")]
     for paragraph in paragraphs:
         paper.line(f"  {paragraph}")
         paper.line()
     step = f"nox -s hint -- {kata.name} {part} {rung + 1}"
-    if rung + 1 not in rungs:
+    if rung + 1 not in ladder.rungs:
         step = f"nox -s kata -- {kata.name}"
     return schema.Hint(
         command="hint",
         ok=True,
         kata=report.kata_name(kata),
         part=part,
-        part_title=subject,
+        part_title=ladder.title,
         rung=rung,
-        rungs=len(rungs),
+        rungs=len(ladder.rungs),
+        spec=spec,
         title=heading,
         paragraphs=paragraphs,
         next=report.steps([("Next", step)]),
     )
 
 
-def _in_hand(name: str | None, state: State) -> tuple[Kata, int]:
-    """The named kata, or the first that is not solved, and the part to work at."""
+def _hints(kata: Kata) -> Hints:
+    try:
+        return parse(kata.hints.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Misuse(
+            f"there are no hints for {kata.name} yet ({shown(kata.hints)} is missing)"
+        ) from None
+
+
+def _words(spec: str) -> str:
+    return spec.removeprefix("test_").replace("_", " ")
+
+
+def _in_hand(name: str | None, state: State) -> Standing:
+    """Where the named kata stands, or the first that is not solved."""
     if name is not None:
-        found = board.standing(named(name), state)
-    else:
-        unsolved = board.first_unsolved(board.all_standings(state))
-        if unsolved is None:
-            raise Misuse("every kata is solved; say which hint: nox -s hint -- NAME [PART] [RUNG]")
-        found = unsolved
-    return found.kata, found.part
+        return board.standing(named(name), state)
+    unsolved = board.first_unsolved(board.all_standings(state))
+    if unsolved is None:
+        raise Misuse("every kata is solved; say which hint: nox -s hint -- NAME [PART] [RUNG]")
+    return unsolved
 
 
 def _number(text: str, known: Iterable[int], refusal: str, what: str) -> int:
     if text.isdecimal() and int(text) in known:
         return int(text)
     raise Misuse(f"{refusal} {text}: {there_are(what, known)}")
-
-
-def parse(text: str) -> Hints:
-    """Parts by number; each with its title and its rungs by number."""
-    hints: Hints = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if found := _PART.match(line):
-            rungs: dict[int, tuple[str, list[str]]] = {}
-            hints[int(found.group(1))] = (found.group(2), rungs)
-            lines = []
-        elif (found := _RUNG.match(line)) and hints:
-            lines = []
-            rungs[int(found.group(1))] = (found.group(2), lines)
-        else:
-            lines.append(line)
-    for _, rungs in hints.values():
-        for _, lines in rungs.values():
-            _strip_blank_ends(lines)
-    return hints
-
-
-def _strip_blank_ends(lines: list[str]) -> None:
-    while lines and not lines[-1].strip():
-        lines.pop()
-    while lines and not lines[0].strip():
-        lines.pop(0)

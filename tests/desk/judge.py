@@ -209,7 +209,7 @@ class _Run:
         text = "".join([*texts, forkserver.read(log)])
         dump = re.findall(rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', text)
         if not dump:
-            return source.find(path, spec.subject)
+            return source.find(path, spec.function)
         line, function = dump[0]
         return Place(path, int(line), "" if function == "<module>" else function)
 

@@ -12,7 +12,7 @@ from desk.paper import Paper
 from desk.screen import Screen
 from desk.state import Record, State
 from desk.steps import ALL_SOLVED, next_steps
-from desk.verdict import Job, part_files
+from desk.verdict import Job
 from desk.words import title
 from kit.answers.stubs import is_untouched
 from kit.catalog import shown
@@ -68,7 +68,7 @@ def _verdicts(wanted: Wanted, paper: Paper) -> list[schema.Verdict] | None:
 
 def _jobs(wanted: Wanted) -> list[Job]:
     katas = katas_of(wanted.name, wanted.answers)
-    parts = () if wanted.part is None else (part_named(katas[0], wanted.part),)
+    part = part_named(katas[0], wanted.part) if wanted.part else 0
     if wanted.junitxml and wanted.name is None and len(katas) > 1:
         raise Misuse("--junitxml is for one kata: nox -s kata -- NAME --junitxml=FILE")
     locations = [locate(kata, wanted.answers) for kata in katas]
@@ -79,7 +79,7 @@ def _jobs(wanted: Wanted) -> list[Job]:
             device=wanted.device,
             run_all=wanted.run_all,
             limit=wanted.limit,
-            parts=parts,
+            sections=tuple(kata.sections_of(part)),
             junitxml=junitxml,
         )
         for kata, location in zip(katas, locations, strict=True)
@@ -112,14 +112,14 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
 
 
 def planned(job: Job, record: Record, may_skip: bool) -> Job:
-    """The part that failed last comes first; what has passed with this very code need not run."""
-    numbers = list(part_files(job.kata))
+    """The section that failed last comes first; what has passed with this code need not run."""
     if job.run_all:
         return job
-    before = [part for part in record.parts.values() if part.number in numbers]
-    if not may_skip or len(before) == len(numbers):
+    sections = job.kata.sections
+    before = [found for found in record.passed_sections if found.section in sections]
+    if not may_skip or len(before) == len(sections):
         before = []  # whoever asks for a kata that has passed wants to see it judged
-    known = {part.number for part in before}
-    todo = [number for number in numbers if number not in known]
-    todo.sort(key=lambda number: number != record.failed)
-    return dataclasses.replace(job, parts=tuple(todo), before=tuple(before))
+    known = {found.section for found in before}
+    todo = [section for section in sections if section not in known]
+    todo.sort(key=lambda section: section != record.failed)
+    return dataclasses.replace(job, sections=tuple(todo), before=tuple(before))

@@ -21,6 +21,8 @@ _MOST_LINES = 8
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _START_OF_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_UNITS = re.compile(r"(?<=\d) (?=(?:[KMG]i)?B\b|bytes?\b|ms\b|s\b|%)")
+_HELD = "\x00"  # stands for the space between a number and its unit, where no line ends
 
 if TYPE_CHECKING:
     from desk.schema import Document
@@ -46,14 +48,8 @@ class Paper:
         """One paragraph; what does not fit goes on, indented by `hang`."""
         text = clean(text)
         indent = " " * (len(text) - len(text.lstrip()))
-        rows = textwrap.wrap(
-            text.strip(),
-            self.width,
-            initial_indent=indent,
-            subsequent_indent=" " * (hang or len(indent)),
-            break_on_hyphens=False,
-        )
-        for row in rows or [""]:
+        hanging = " " * (hang or len(indent))
+        for row in wrap(text.strip(), self.width, indent, hanging):
             self._put(Text(row, style))
 
     def note(self, text: str) -> None:
@@ -66,9 +62,7 @@ class Paper:
     def labelled(self, indent: int, label: str, text: str, style: str = "") -> None:
         """A label and its text beside it, at most a few lines of it."""
         room = self.width - indent - LABEL
-        rows = [
-            row for part in clean(text).splitlines() for row in textwrap.wrap(part, room) or [""]
-        ]
+        rows = [row for part in clean(text).splitlines() for row in wrap(part, room)]
         if len(rows) > _MOST_LINES:
             rows = [*rows[: _MOST_LINES - 1], "..."]
         for number, row in enumerate(rows or [""]):
@@ -82,10 +76,7 @@ class Paper:
 
     def marked(self, word: str, style: str, rest: str, *, indent: int = 2, hang: int = 18) -> None:
         """A line that starts with a coloured word."""
-        rows = textwrap.wrap(
-            clean(rest), self.width - hang, break_on_hyphens=False, drop_whitespace=True
-        )
-        first, *others = rows or [""]
+        first, *others = wrap(clean(rest), self.width - hang)
         self._put(Text(" " * indent) + Text(word, style) + Text("  " + first))
         for row in others:
             self._put(Text(" " * hang + row))
@@ -112,6 +103,15 @@ class Paper:
     def _put(self, text: Text) -> None:
         self.status()
         self._console.print(text, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
+
+
+def wrap(text: str, width: int, first: str = "", later: str = "") -> list[str]:
+    """Lines of at most that width, one at least; a number is not parted, nor from its unit."""
+    held = _UNITS.sub(_HELD, text)
+    rows = textwrap.wrap(
+        held, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
+    )
+    return [row.replace(_HELD, " ") for row in rows] or [""]
 
 
 def clean(text: str) -> str:

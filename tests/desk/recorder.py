@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from desk import events
 from desk.events import TODO_KIND, Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started
 from desk.explain import Judged, explain, place_in
 from desk.verdict import part_of
-from kit.answers import loading
+from kit import catalog
+from kit.answers import contract, loading
 from kit.answers.loading import Answer
+from kit.catalog import Kata, Section
 from kit.memory.ruler import human
 
 GROUPS = ("works", "exact", "saves", "survives")
@@ -29,6 +31,24 @@ class Recorder:
         self._tell = tell
         self._seconds = 0.0
         self._item: pytest.Item | None = None
+
+    def pytest_addoption(self, parser: pytest.Parser) -> None:
+        parser.addoption("--sections", default="", help="LAP:PART,... in the order to run them")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Bring the specs into the order of the laps, and leave out those that nobody wants."""
+        pairs = (text.partition(":") for text in config.getoption("--sections").split(",") if text)
+        order = {(lap, int(part)): place for place, (lap, _, part) in enumerate(pairs)}
+        places: list[tuple[int, pytest.Item]] = []
+        for item in items:
+            section = _section(item)
+            key = (section.lap, section.part)
+            if not order or key in order or section not in _kata(item).sections:
+                places.append((order.get(key, len(order)), item))
+        items[:] = [item for _, item in sorted(places, key=lambda pair: pair[0])]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._tell(Collected([_spec(item) for item in session.items]))
@@ -106,10 +126,9 @@ def _answer(item: pytest.Item) -> Answer | None:
 
 def _judged(item: pytest.Item, importing: bool) -> Judged:
     answer = _answer(item)
-    subject = getattr(getattr(item, "cls", None), "subject", "")
     limit = float(item.config.getoption("timeout", None) or 0)
     path, reference = (answer.path, answer.kata.solution) if answer else (Path(), Path())
-    return Judged(path, reference, subject, limit, importing)
+    return Judged(path, reference, _clause(item)[0], limit, importing)
 
 
 def _is_importing(error: BaseException, item: pytest.Item) -> bool:
@@ -125,22 +144,42 @@ def _is_importing(error: BaseException, item: pytest.Item) -> bool:
 
 
 def _spec(item: pytest.Item) -> Spec:
-    part = getattr(item, "cls", None)
+    function, clause = _clause(item)
     return Spec(
         id=item.nodeid,
         part=part_of(item.path),
-        title=_title(part),
-        subject=getattr(part, "subject", ""),
-        group=next((group for group in GROUPS if item.get_closest_marker(group)), ""),
+        lap=_section(item).lap,
+        function=function,
+        group=_group(item),
         sentence=_sentence(item),
         case=_case(item),
         gpu=item.get_closest_marker("gpu") is not None,
+        contract=contract.sentence(_kata(item).solution, function, clause) if clause else "",
     )
 
 
-def _title(part: type | None) -> str:
-    first = next(iter((part.__doc__ or "").strip().splitlines()), "") if part else ""
-    return re.sub(r"^Part \d+:\s*", "", first).rstrip(".") or getattr(part, "__name__", "")
+def _group(item: pytest.Item) -> str:
+    return next((group for group in GROUPS if item.get_closest_marker(group)), "")
+
+
+def _clause(item: pytest.Item) -> tuple[str, contract.Clause]:
+    """The function and the clause that the mark of its group names, or that its class is about."""
+    mark = item.get_closest_marker(_group(item))
+    if mark and mark.args:
+        return mark.args
+    return getattr(getattr(item, "cls", None), "subject", ""), ""
+
+
+def _section(item: pytest.Item) -> Section:
+    part = part_of(item.path)
+    return Section(_kata(item).part(part).lap_of(_group(item)), part)
+
+
+def _kata(item: pytest.Item) -> Kata:
+    return _kata_named(item.path.parent.name)
+
+
+_kata_named = functools.cache(catalog.find_kata)  # it reads katas.toml, for each spec
 
 
 def _sentence(item: pytest.Item) -> str:

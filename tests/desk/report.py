@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import platform
 from collections.abc import Iterable
-from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from desk import events, schema, source, words
+from desk import events, schema, words
 from desk.paper import Paper
 from desk.state import version_of_torch
-from desk.verdict import Verdict, part_files
+from desk.verdict import Verdict
 from kit import catalog
 from kit.catalog import Kata, shown
 
@@ -79,6 +77,7 @@ def verdict(found: Verdict, next_steps: Iterable[tuple[str, str]]) -> schema.Ver
         python=platform.python_version(),
         state=schema.Standing(words.code(found), words.state(found)),
         passed=found.passed,
+        core_passed=found.core_passed,
         solved=found.solved,
         seconds=round(found.seconds, 3),
         problem=problem(broken.problem) if broken else None,
@@ -108,6 +107,7 @@ def problem(found: events.Problem) -> schema.Problem:
         expected=found.expected,
         got=found.got,
         cause=found.cause,
+        sure=found.sure,
         path=found.path,
         line=found.line or None,
         column=found.caret or None,
@@ -123,6 +123,9 @@ def _spec(found: Verdict, spec: events.Spec) -> schema.Spec:
     return schema.Spec(
         id=spec.id,
         part=spec.part,
+        lap=spec.lap,
+        function=spec.function,
+        contract=spec.contract,
         group=spec.group,
         sentence=spec.sentence,
         case=spec.case,
@@ -150,13 +153,13 @@ def _bar(chart: events.Chart) -> schema.Bar:
 
 
 def _parts(found: Verdict) -> list[schema.Part]:
-    """Every part that was judged, now or before, or could not be."""
-    before = {part.number: part for part in found.job.before}
-    asked = found.job.parts or part_files(found.job.kata)
+    """What was judged, now or before, or could not be."""
+    before = {old.section: old for old in found.job.before}
+    known = {*before, *found.job.asked}
     parts = []
-    for number in sorted({*before, *asked}):
-        specs = [spec for spec in found.specs if spec.part == number]
-        old = before.get(number) if not specs else None
+    for section in [section for section in found.job.kata.sections if section in known]:
+        specs = [spec for spec in found.specs if spec.section == section]
+        old = before.get(section) if not specs else None
         results = [_result(found, spec) for spec in specs]
         counts: dict[str, int] = {result: results.count(result) for result in results}
         seconds = sum((found.outcomes[s.id].seconds for s in specs if s.id in found.outcomes), 0.0)
@@ -165,8 +168,9 @@ def _parts(found: Verdict) -> list[schema.Part]:
             seconds = old.seconds
         parts.append(
             schema.Part(
-                number,
-                title=next((spec.title for spec in specs), _title(found.job.kata, number)),
+                section.part,
+                section.lap,
+                found.job.kata.part(section.part).title,
                 result=_result_of(counts),
                 unchanged=old is not None,
                 passed=counts.get("passed", 0),
@@ -184,22 +188,3 @@ def _result_of(counts: dict[str, int]) -> schema.Result:
     """Of a part: the worst that its specs came to."""
     order: tuple[schema.Result, ...] = ("failed", "not_written", "not_run", "passed", "not_checked")
     return next((result for result in order if counts.get(result)), "not_run")
-
-
-def _title(kata: Kata, number: int) -> str:
-    """Of a part that was not run: the first line of its first class, without "Part 1: "."""
-    for path in part_files(kata).get(number, []):
-        title = _first_line(path)
-        if title:
-            return title.removeprefix(f"Part {number}:").strip().rstrip(".")
-    return ""
-
-
-def _first_line(path: Path) -> str:
-    try:
-        body = ast.parse(source.read(path)).body
-    except SyntaxError:
-        return ""
-    classes = [node for node in body if isinstance(node, ast.ClassDef)]
-    text = (ast.get_docstring(classes[0]) or "") if classes else ""
-    return next(iter(text.splitlines()), "")

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from desk.words import Code, seconds_waited
+from kit.catalog import Lap
 
-VERSION = 1
+VERSION = 2
 
 # The first five are verdicts; with "part_passed" all that was judged has passed, and other parts of
 # the kata have not passed yet. The others stand on the board alone, where nothing is judged:
@@ -74,12 +75,16 @@ class Standing:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something is not right, and where; `line` and `column` count from 1."""
+    """Why something is not right, and where; `line` and `column` count from 1.
+
+    The cause is `sure` where it follows from what was seen; elsewhere it is a guess.
+    """
 
     kind: str
     expected: str
     got: str
     cause: str
+    sure: bool
     path: str
     line: int | None
     column: int | None
@@ -108,10 +113,17 @@ class Bar:
 
 @dataclass(frozen=True)
 class Spec:
-    """One spec, or one case of it; `reason` says why it was not checked, `prints` are its last."""
+    """One spec, or one case of it; `reason` says why it was not checked, `prints` are its last.
+
+    `function` is what it is about, and `contract` the sentence of the docstring that it checks
+    ("": it names none).
+    """
 
     id: str
     part: int
+    lap: Lap
+    function: str
+    contract: str
     group: str
     sentence: str
     case: str
@@ -125,13 +137,15 @@ class Spec:
 
 @dataclass(frozen=True)
 class Part:
-    """One part, with the counts of its specs.
+    """What belongs to one lap of one part, with the counts of its specs.
 
-    `unchanged` parts have passed before with the same code, and their specs are not in the
-    document; the option -v runs them again.
+    A core part has its core and its details (what survives traps and bad input); any other part is
+    a stretch. `unchanged` ones have passed before with the same code, and their specs are not in
+    the document; the option -v runs them again.
     """
 
     number: int
+    lap: Lap
     title: str
     result: Result
     unchanged: bool
@@ -147,9 +161,10 @@ class Part:
 class Verdict:
     """One run on one answer.
 
-    `passed` says that all that was to run, and could, has passed; `solved` that every part has.
-    `problem` is what keeps the whole file from being judged, and `trouble` what went wrong with
-    the judge itself. `seconds` are those of the judging alone.
+    `passed` says that all that was to run, and could, has passed; `core_passed` that all of the
+    core has, in this run or before with the same code, and `solved` that everything has. `problem`
+    is what keeps the whole file from being judged, and `trouble` what went wrong with the judge
+    itself. `seconds` are those of the judging alone.
     """
 
     kata: KataName
@@ -159,6 +174,7 @@ class Verdict:
     python: str
     state: Standing
     passed: bool
+    core_passed: bool
     solved: bool
     seconds: float
     problem: Problem | None
@@ -187,6 +203,7 @@ class Row:
     answer: str
     state: Standing
     part: int
+    core_passed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +216,14 @@ class Board(Document):
 
 @dataclass(frozen=True, kw_only=True)
 class Hint(Document):
-    """Of `hint`: one rung of those that a part has."""
+    """Of `hint`: one rung of those that a part has; 0 is the hint of the `spec` that failed."""
 
     kata: KataName
     part: int
     part_title: str
     rung: int
     rungs: int
+    spec: str
     title: str
     paragraphs: list[str]
     next: list[Step]

@@ -8,7 +8,17 @@ from desk import events
 from desk.events import Broken, Chart, Debugging, Event, Outcome, Problem, Spec
 from desk.paper import LABEL, Paper
 from desk.verdict import Job, Verdict
-from desk.words import NEEDS_GPU, at, cases_of, count, spec_of, summary, waited
+from desk.words import (
+    NEEDS_GPU,
+    at,
+    cases_of,
+    count,
+    section_name,
+    spec_of,
+    summary,
+    waited,
+)
+from kit.catalog import Section
 
 _BAR = 44
 _FEW_PRINTS = 5  # of a spec that passes
@@ -22,21 +32,22 @@ _WORDS = {
 class Screen:
     """Shows one run as it happens, and then its verdict.
 
-    A part in which everything passes folds to a line, all but the part in hand: the first in which
-    something is wrong or, where nothing is, the last. So lines wait until the part is known.
+    A section, which is the core or the details of a part, folds to a line where everything passes,
+    all but the one in hand: the first in which something is wrong or, where nothing is, the last.
+    So lines wait until the section is known.
     """
 
     def __init__(self, paper: Paper, job: Job, verbose: bool = False) -> None:
         self._paper, self._verbose = paper, verbose
         self._verdict = Verdict(job)
-        self._part = 0
-        self._in_hand = 0
+        self._section: Section | None = None
+        self._in_hand: Section | None = None
         self._is_open = False
-        self._waiting: list[tuple[Spec, Outcome]] = []  # of a part that may fold
+        self._waiting: list[tuple[Spec, Outcome]] = []  # of a section that may fold
         self._held: list[Spec] = []  # cases of one spec, which share a line
-        for part in job.before:
-            specs = count(part.passed, "spec")
-            paper.line(f"Part {part.number} passed: {specs} (unchanged)", "green")
+        for found in job.before:
+            if found.passed:
+                self._passed(found.section, found.passed, "unchanged")
 
     def show(self, event: Event) -> None:
         """One event of the run."""
@@ -51,36 +62,39 @@ class Screen:
             self._take(next(s for s in self._verdict.specs if s.id == event.id), event)
 
     def _take(self, spec: Spec, outcome: Outcome) -> None:
-        if spec.part != self._part:
-            self._end_part(is_last=False)
-            self._part = spec.part
+        if spec.section != self._section:
+            self._end_section(is_last=False)
+            self._section = spec.section
         is_bad = outcome.result != events.PASSED
         if is_bad and not self._in_hand:
-            self._in_hand = spec.part
+            self._in_hand = spec.section
         self._waiting.append((spec, outcome))
         if is_bad or self._verbose or self._is_open:
             self._open()
         else:
             passed = count(len(self._waiting), "spec")
-            self._paper.status(f"part {spec.part}: {passed} passed")
+            self._paper.status(f"{section_name(spec.section)}: {passed} passed")
 
-    def _end_part(self, *, is_last: bool) -> None:
-        """Nothing more comes of the part: fold it, or show what has waited."""
-        broke_off = any(spec.part == self._part for spec in self._verdict.not_run)
+    def _end_section(self, *, is_last: bool) -> None:
+        """Nothing more comes of the section: fold it, or show what has waited."""
+        broke_off = any(spec.section == self._section for spec in self._verdict.not_run)
         if self._waiting and (broke_off or (is_last and not self._in_hand)):
-            self._in_hand = self._in_hand or self._part
+            self._in_hand = self._in_hand or self._section
             self._open()
         elif self._waiting:
-            specs = count(len(self._waiting), "spec")
             seconds = sum(outcome.seconds for _, outcome in self._waiting)
-            self._paper.line(f"Part {self._part} passed: {specs} ({seconds:.1f} s)", "green")
+            self._passed(self._waiting[0][0].section, len(self._waiting), f"{seconds:.1f} s")
             self._waiting = []
         self._release()
         self._is_open = False
 
+    def _passed(self, section: Section, specs: int, how: str) -> None:
+        name = _capitalised(section_name(section))
+        self._paper.line(f"{name} passed: {count(specs, 'spec')} ({how})", "green")
+
     def _open(self) -> None:
         if not self._is_open:
-            self._paper.line(self._heading(self._waiting[0][0]), "bold")
+            self._paper.line(self._heading(self._waiting[0][0].section), "bold")
         self._is_open = True
         for spec, outcome in self._waiting:
             self._outcome(spec, outcome)
@@ -93,7 +107,7 @@ class Screen:
             self._release()
         is_bad = outcome.result != events.PASSED
         charts = outcome.charts
-        if not (is_bad or self._verbose or self._in_hand == spec.part):
+        if not (is_bad or self._verbose or self._in_hand == spec.section):
             charts = []
         if not is_bad and not charts and not outcome.prints:
             self._held.append(spec)
@@ -106,7 +120,7 @@ class Screen:
             paper.line(f"                  {outcome.problem.got}: {at(outcome.problem)}")
         elif outcome.problem:
             paper.line()
-            self.problem(outcome.problem, outcome.prints)
+            self.problem(outcome.problem, outcome.prints, spec.contract)
             paper.line()
         else:
             self._prints(18 - LABEL, outcome.prints[-_FEW_PRINTS:])
@@ -120,13 +134,20 @@ class Screen:
         word, style = _WORDS[result]
         self._paper.marked(word, style, f"{cases[0].group:<9} {cases_of(cases)}")
 
-    def _heading(self, spec: Spec) -> str:
-        return f"Part {spec.part} of {self._verdict.parts}: {spec.title}"
+    def _heading(self, section: Section) -> str:
+        name = f"{_capitalised(section_name(section))} of {self._verdict.parts}"
+        title = self._verdict.job.kata.part(section.part).title
+        return f"{name}: {title}" if title else name
 
-    def problem(self, problem: Problem, prints: list[str]) -> None:
-        """Expected, got, cause, and the line of the answer."""
+    def problem(self, problem: Problem, prints: list[str], contract: str = "") -> None:
+        """Expected, got, cause, the sentence of the contract, and the line of the answer."""
         paper, indent = self._paper, 8
-        rows = [("expected", problem.expected), ("got", problem.got), ("cause", problem.cause)]
+        rows = [
+            ("expected", problem.expected),
+            ("got", problem.got),
+            ("cause" if problem.sure else "perhaps", problem.cause),
+            ("contract", contract),
+        ]
         for label, text in rows:
             if text:
                 paper.labelled(indent, label, text)
@@ -156,7 +177,7 @@ class Screen:
     def close(self, verdict: Verdict, since: float | None = None) -> None:
         """What did not run, what the verdict is, and how long it took, since nox began or since."""
         paper = self._paper
-        self._end_part(is_last=True)
+        self._end_section(is_last=True)
         paper.status()
         if not verdict.broken:
             self._not_run(verdict)
@@ -167,6 +188,10 @@ class Screen:
         style = "bold green" if verdict.passed else "bold"
         paper.line(f"Verdict: {summary(verdict)}", style, hang=9)
         paper.line(f"Time:    {waited(since)}")
+        if verdict.core_passed and not verdict.solved:
+            minutes = verdict.job.kata.minutes
+            text = f"done, the {minutes} minutes of this kata. Details and stretch follow."
+            paper.line(f"Core:    {text}", "green", hang=9)
 
     def trouble(self, verdict: Verdict) -> None:
         """What went wrong with the judge."""
@@ -176,15 +201,18 @@ class Screen:
             paper.verbatim(4, text)
 
     def _not_run(self, verdict: Verdict) -> None:
-        begun = {spec.part for spec in verdict.specs if spec.id in verdict.outcomes}
-        if more := [spec for spec in verdict.not_run if spec.part in begun]:
-            self._paper.line(f"  not run: {count(len(more), 'more spec')} of this part")
-        later = [spec for spec in verdict.not_run if spec.part not in begun]
-        parts = sorted({spec.part for spec in later})
-        text = f"Parts {', '.join(map(str, parts))} of {verdict.parts}"
-        if later:
-            text = self._heading(later[0]) if len(parts) == 1 else text
-            self._paper.line(f"{text} - not run ({count(len(later), 'spec')})", hang=4)
+        begun = {spec.section for spec in verdict.specs if spec.id in verdict.outcomes}
+        for section in sorted(begun, key=lambda section: section == self._section):
+            if more := [spec for spec in verdict.not_run if spec.section == section]:
+                name = f"{'the ' if section.lap == 'details' else ''}{section_name(section)}"
+                self._paper.line(f"  not run: {count(len(more), 'more spec')} of {name}")
+        later = [spec for spec in verdict.not_run if spec.section not in begun]
+        core = [spec for spec in later if spec.lap == "core"]
+        for specs in (core, [spec for spec in later if spec.lap != "core"]):
+            sections = list(dict.fromkeys(spec.section for spec in specs))
+            if specs:
+                text = self._heading(sections[0]) if len(sections) == 1 else _names(sections)
+                self._paper.line(f"{text} - not run ({count(len(specs), 'spec')})", hang=4)
 
     def _unchecked(self, verdict: Verdict) -> None:
         reasons: dict[str, list[Spec]] = {}
@@ -196,3 +224,18 @@ class Screen:
             self._paper.line(f"not checked ({reason}): {count(len(specs), 'spec')}")
             for _, cases in itertools.groupby(specs, spec_of):
                 self._paper.line(f"  - {cases_of(list(cases))}", hang=4)
+
+
+def _names(sections: list[Section]) -> str:
+    """Core parts 2, 3; Details of parts 1, 2, stretch part 4."""
+    texts = []
+    for lap, found in itertools.groupby(sections, lambda section: section.lap):
+        numbers = [section.part for section in found]
+        plural = f"parts {', '.join(map(str, numbers))}"
+        name = section_name(Section(lap, numbers[0]))
+        texts.append(name if len(numbers) == 1 else name.replace(f"part {numbers[0]}", plural))
+    return _capitalised(", ".join(texts))
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]

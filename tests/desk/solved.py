@@ -24,12 +24,13 @@ _FAR_ABOVE = 1.10
 
 def show(paper: Paper, verdict: Verdict) -> None:
     """The figures, where to read on, and two questions that an interviewer asks next."""
-    parts = sorted([*verdict.job.before, *verdict.passed_parts], key=lambda part: part.number)
-    figures = _worst([figure for part in parts for figure in part.figures])
+    passed = [*verdict.job.before, *verdict.passed_sections]
+    figures = _worst([figure for found in passed for figure in found.figures])
     shown_here = sorted(figures, key=_ratio, reverse=True)[:_MOST_ROWS]
     if figures:
         paper.line()
-        paper.table(_table([figure for figure in figures if figure in shown_here]))
+        in_order = sorted(shown_here, key=lambda figure: figure.part)
+        paper.table(_table(in_order))
     if more := len(figures) - len(shown_here):
         paper.line(f"... and {more} more, none of them farther above the reference; see -v")
     for figure in shown_here:

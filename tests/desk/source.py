@@ -113,9 +113,13 @@ def definitions(path: Path) -> dict[str, Definition]:
 
 
 def find(path: Path, name: str) -> Place:
-    """Where a function, class or Class.method is defined; line 0 if it is not."""
-    node = definitions(path).get(name)
-    return Place(path, node.lineno, name) if node else Place(path, 0)
+    """Where a function, class or Class.method is defined; line 0 if it is not.
+
+    A method that is inherited is looked for in the class.
+    """
+    nodes = definitions(path)
+    found = name if name in nodes else name.partition(".")[0]
+    return Place(path, nodes[found].lineno, found) if found in nodes else Place(path, 0)
 
 
 def signature(path: Path, name: str) -> str | None:

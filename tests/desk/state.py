@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from desk import events, words
-from desk.verdict import Figure, PassedPart, Verdict, part_files
+from desk.verdict import Figure, Passed, Verdict
 from desk.words import Code
 from kit import catalog
-from kit.catalog import Kata, shown
+from kit.catalog import Kata, Lap, Section, shown
 
-VERSION = 2
+VERSION = 3
 _CODES: dict[str, Code] = {code: code for code in get_args(Code)}
+_LAPS: dict[str, Lap] = {lap: lap for lap in get_args(Lap)}
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,26 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a kata: `words` say where it stands, `failed` is the part to fix."""
+    """What is kept of a kata: `words` say where it stands, `failed` and `spec` what is to fix."""
 
     of: Fingerprint
     words: str
     passed: bool
-    failed: int = 0  # none
+    failed: Section | None = None
+    spec: str = ""
     code: Code = "part_passed"
     steps: list[tuple[str, str]] = field(default_factory=list)
-    parts: dict[int, PassedPart] = field(default_factory=dict)
+    passed_sections: list[Passed] = field(default_factory=list)
+
+    @property
+    def part(self) -> int:
+        """The part to work at."""
+        return self.failed.part if self.failed else 1
+
+    def core_passed(self, kata: Kata) -> bool:
+        """Whether everything that is core has passed with this answer."""
+        known = {found.section for found in self.passed_sections}
+        return known >= {section for section in kata.sections if section.lap == "core"}
 
     def changed(self, now: Fingerprint) -> str:
         """What is not as it was at the verdict: "answer", "the specs", "torch" ...; or nothing."""
@@ -147,27 +159,37 @@ def is_complete(verdict: Verdict) -> bool:
 def _merged(
     old: Record | None, verdict: Verdict, now: Fingerprint, steps: list[tuple[str, str]]
 ) -> Record:
-    """With what is known of the other parts, where they were judged with the same code."""
+    """With what is known of the other sections, where they were judged with the same code."""
+    kata = verdict.job.kata
     same = old if old and not old.changed(now) else None
-    parts = {part.number: part for part in verdict.passed_parts}
-    failed = verdict.first_bad[0].part if verdict.first_bad else 0
-    if verdict.broken and old:
-        failed = old.failed  # a slip of the keyboard does not change the part in hand
-    if same:
-        parts = {**same.parts, **parts}
+    known = {found.section: found for found in same.passed_sections} if same else {}
+    known |= {found.section: found for found in verdict.passed_sections}
+    failed, spec = None, ""
+    if verdict.first_bad:
+        failed, spec = verdict.first_bad[0].section, verdict.first_bad[0].name
+    elif verdict.broken and old:
+        failed, spec = old.failed, old.spec  # a slip of the keyboard changes nothing in hand
+    if failed:
+        known.pop(failed, None)  # it may have passed before, with a spec that is not steady
+    sections = list(known.values())
     if failed or verdict.broken:
-        parts.pop(failed, None)  # it may have passed before, with a spec that is not steady
         state, code = words.state(verdict), words.code(verdict)
-        return Record(now, state, False, failed, code, steps, parts)
-    if same and same.failed and same.failed not in parts:
-        return dataclasses.replace(same, parts=parts)
-    numbers = set(part_files(verdict.job.kata))
-    passed = set(parts) >= numbers
-    text = f"{len(parts)} of {len(numbers)} parts passed"
-    if passed:
-        unchecked = sum(part.unchecked for part in parts.values())
+        record = Record(now, state, False, failed, spec, code, steps, sections)
+        if verdict.broken or not record.core_passed(kata):
+            return record
+        return dataclasses.replace(record, words=words.progress(kata, known))
+    if same and same.failed and same.failed not in known:
+        return dataclasses.replace(same, passed_sections=sections)
+    if {*known} >= {*kata.sections}:
+        unchecked = sum(found.unchecked for found in sections)
         text = "passed" + (f" ({unchecked} not checked)" if unchecked else "")
-    return Record(now, text, passed, 0, "passed" if passed else "part_passed", steps, parts)
+        return Record(now, text, True, None, "", "passed", steps, sections)
+    whole = [part for part in kata.parts if {*known} >= {*kata.sections_of(part.number)}]
+    text = f"{len(whole)} of {len(kata.parts)} parts passed"
+    record = Record(now, text, False, None, "", "part_passed", steps, sections)
+    if record.core_passed(kata):
+        return dataclasses.replace(record, words=words.progress(kata, known))
+    return record
 
 
 def _record(data: dict[str, Any]) -> Record:
@@ -177,20 +199,26 @@ def _record(data: dict[str, Any]) -> Record:
         of=Fingerprint(str(data["of"]["answer"]), judge),
         words=str(data["words"]),
         passed=data["passed"] is True,
-        failed=int(data["failed"]),
+        failed=_section(data["failed"]) if data["failed"] else None,
+        spec=str(data["spec"]),
         code=_CODES[data["code"]],
         steps=[(str(label), str(text)) for label, text in data["steps"]],
-        parts={int(number): _part(part) for number, part in data["parts"].items()},
+        passed_sections=[_passed(found) for found in data["passed_sections"]],
     )
 
 
-def _part(data: dict[str, Any]) -> PassedPart:
-    counts = {key: int(data[key]) for key in ("number", "passed", "unchecked")}
+def _section(data: dict[str, Any]) -> Section:
+    return Section(_LAPS[data["lap"]], int(data["part"]))
+
+
+def _passed(data: dict[str, Any]) -> Passed:
+    counts = {key: int(data[key]) for key in ("passed", "unchecked")}
     figures = [
         Figure(int(figure["part"]), str(figure["case"]), events.chart(figure["chart"]))
         for figure in data["figures"]
     ]
-    return PassedPart(**counts, seconds=float(data["seconds"]), figures=figures)
+    section, seconds = _section(data["section"]), float(data["seconds"])
+    return Passed(section, **counts, seconds=seconds, figures=figures)
 
 
 def _judge_of(kata: Kata, device: str) -> dict[str, str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from desk import events
 from desk.asked import PATHS
-from desk.verdict import Verdict, part_files
+from desk.events import Outcome
+from desk.hint_file import spec_hint
+from desk.verdict import Job, Verdict
 from kit.catalog import shown
 
 ALL_SOLVED = "nox -s reset -- NAME --force   (starts one afresh and keeps a copy of your work)"
@@ -20,9 +22,10 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
     if verdict.solved:
         return [("Next", "nox -s kata   (the next unsolved kata)")] if whose == "katas" else []
     if verdict.passed:
-        later = [number for number in part_files(job.kata) if number > max(job.parts)]
+        judged = max(section.part for section in job.asked)
+        later = [part.number for part in job.kata.parts if part.number > judged]
         return [("Next", f"{again} {later[0]}{options}" if later else f"{again}{options}")]
-    again += f"{options}" if job.is_whole else f" {job.parts[0]}{options}"
+    again += f"{options}" if job.is_whole else f" {job.sections[0].part}{options}"
     if verdict.broken and whose == "katas" and not job.path.exists():
         fresh = f"nox -s reset -- {job.kata.name}   (writes a fresh {shown(job.path)})"
         return [("Next", fresh)]
@@ -31,7 +34,16 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
     if verdict.trouble or verdict.first_bad is None:
         return [("Next", again)]
     spec, outcome = verdict.first_bad
-    at = outcome.problem.at if outcome.problem else shown(job.path)
-    todo = f"write {spec.subject or 'it'} in {at}" if outcome.result == events.TODO else f"fix {at}"
-    hint = f"nox -s hint -- {job.kata.name} {spec.part}"
-    return [("Next", todo), ("then", again), ("a hint", hint)]
+    verb = "write" if outcome.result == events.TODO else "fix"
+    hint = f"nox -s hint -- {job.kata.name}"
+    if options or not spec_hint(job.kata, spec.name):
+        hint += f" {spec.part}"  # without a part it begins with the hint of the spec
+    return [("Next", f"{verb} {_where(outcome, job)}"), ("then", again), ("a hint", hint)]
+
+
+def _where(outcome: Outcome, job: Job) -> str:
+    """The function that is to be changed, and its line."""
+    problem = outcome.problem
+    if problem is None:
+        return shown(job.path)
+    return f"{problem.function} in {problem.at}" if problem.function else problem.at

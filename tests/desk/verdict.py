@@ -8,7 +8,7 @@ from pathlib import Path
 
 from desk import events
 from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec
-from kit.catalog import Kata
+from kit.catalog import Kata, Section
 
 _NUMBER_IN_NAME = re.compile(r"test_part(\d+)")
 _NUMBER_IN_TEXT = re.compile(r"^class TestPart(\d+)", re.MULTILINE)
@@ -40,10 +40,10 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class PassedPart:
-    """A part in which everything that could run has passed."""
+class Passed:
+    """A section in which everything that could run has passed."""
 
-    number: int
+    section: Section
     passed: int
     unchecked: int
     seconds: float
@@ -54,7 +54,7 @@ class PassedPart:
 class Job:
     """What to judge: `answers` is what --answers gets, `limit` is seconds for a spec.
 
-    `parts` says which parts run and in which order (none: all of them); `before` are those that
+    `sections` says what runs and in which order (nothing: everything); `before` are those that
     need not run, because they have passed with this very code. `junitxml` is the file that pytest
     writes, if any.
     """
@@ -65,23 +65,29 @@ class Job:
     device: str = "cpu"
     run_all: bool = False
     limit: float = 20.0
-    parts: tuple[int, ...] = ()
-    before: tuple[PassedPart, ...] = ()
+    sections: tuple[Section, ...] = ()
+    before: tuple[Passed, ...] = ()
     junitxml: Path | None = None
 
     @property
     def arguments(self) -> list[str]:
         """What pytest is to run, and the file that it writes."""
         files = part_files(self.kata)
-        chosen = [path for part in self.parts for path in files[part]] or [self.kata.specs]
+        parts = sorted({section.part for section in self.sections})
+        chosen = [path for part in parts for path in files.get(part, [])] or [self.kata.specs]
         options = [f"--junitxml={self.junitxml}"] if self.junitxml else []
-        return [*map(str, chosen), *options]
+        order = ",".join(f"{section.lap}:{section.part}" for section in self.asked)
+        return [*map(str, chosen), *options, f"--sections={order}"]
+
+    @property
+    def asked(self) -> list[Section]:
+        """The sections that run, in that order."""
+        return list(self.sections) or self.kata.sections
 
     @property
     def is_whole(self) -> bool:
         """Whether it is about every part, and not about one alone."""
-        known = {*self.parts, *(part.number for part in self.before)}
-        return not self.parts or known >= set(part_files(self.kata))
+        return {*self.asked, *(found.section for found in self.before)} >= {*self.kata.sections}
 
     @property
     def grace(self) -> float:
@@ -120,14 +126,24 @@ class Verdict:
 
     @property
     def solved(self) -> bool:
-        """Whether every part of the kata has passed, in this run or before with the same code."""
-        known = {part.number for part in [*self.job.before, *self.passed_parts]}
-        return self.passed and known >= set(part_files(self.job.kata))
+        """Whether both laps of the kata have passed, in this run or before with the same code."""
+        return self.passed and {*self._known} >= {*self.job.kata.sections}
+
+    @property
+    def core_passed(self) -> bool:
+        """Whether the core has passed, in this run or before with the same code."""
+        core = {section for section in self.job.kata.sections if section.lap == "core"}
+        return bool(core) and {*self._known} >= core
+
+    @property
+    def _known(self) -> list[Section]:
+        return [found.section for found in [*self.job.before, *self.passed_sections]]
 
     @property
     def parts(self) -> int:
         """How many parts the kata has."""
-        return max([*part_files(self.job.kata), *(spec.part for spec in self.specs)], default=0)
+        known = [*part_files(self.job.kata), *(part.number for part in self.job.kata.parts)]
+        return max([*known, *(spec.part for spec in self.specs)], default=0)
 
     def count(self, result: str = events.PASSED) -> int:
         """How many specs ended that way."""
@@ -159,25 +175,29 @@ class Verdict:
         return None
 
     @property
-    def passed_parts(self) -> list[PassedPart]:
-        """The parts of this run in which nothing is missing and nothing has failed."""
-        if not self.finished or self.broken or self.trouble:
-            return []
-        missing = {spec.part for spec in self.not_run}
-        numbers = dict.fromkeys(s.part for s in self.specs if s.part not in missing)
-        return [part for number in numbers if (part := self._passed_part(number))]
+    def passed_sections(self) -> list[Passed]:
+        """The sections of this run in which nothing is missing and nothing has failed.
 
-    def _passed_part(self, number: int) -> PassedPart | None:
-        specs = [spec for spec in self.specs if spec.part == number]
+        One that has no specs has passed too.
+        """
+        if not self.finished or self.broken or self.trouble or not self.specs:
+            return []
+        missing = {spec.section for spec in self.not_run}
+        sections = dict.fromkeys([*(spec.section for spec in self.specs), *self.job.asked])
+        found = (self._passed(section) for section in sections if section not in missing)
+        return [section for section in found if section]
+
+    def _passed(self, section: Section) -> Passed | None:
+        specs = [spec for spec in self.specs if spec.section == section]
         ended = [(spec, self.outcomes[spec.id]) for spec in specs if spec.id in self.outcomes]
         if any(outcome.result in (events.FAILED, events.TODO) for _, outcome in ended):
             return None
-        return PassedPart(
-            number,
+        return Passed(
+            section,
             passed=sum(outcome.result == events.PASSED for _, outcome in ended),
             unchecked=sum(self._is_unchecked(spec) for spec in specs),
             seconds=sum(outcome.seconds for _, outcome in ended),
             figures=[
-                Figure(number, s.case, chart) for s, outcome in ended for chart in outcome.charts
+                Figure(s.part, s.case, chart) for s, outcome in ended for chart in outcome.charts
             ],
         )

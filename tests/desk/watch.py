@@ -17,7 +17,7 @@ from desk.screen import Screen
 from desk.state import State
 from desk.steps import next_steps
 from desk.terminal import Terminal
-from desk.verdict import Job, Verdict, part_files
+from desk.verdict import Job, Verdict
 from desk.words import seconds_waited
 from kit import forkserver
 from kit.answers.stubs import is_untouched
@@ -96,7 +96,11 @@ class Watch:
     def _look_at(self, kata: Kata) -> None:
         self._kata, self._part = kata, 0  # 0: the whole kata
         self._seen: bytes | None = None
-        self._at, self._hinted = "", (0, 0)
+        self._at, self._hinted = "", (0, "", 0)
+
+    @property
+    def _numbers(self) -> list[int]:
+        return [part.number for part in self._kata.parts]
 
     def _saved(self, saved: Saved) -> None:
         if saved.name == self._kata.stub.name and _settled(self._kata.stub) != self._seen:
@@ -119,7 +123,7 @@ class Watch:
         job = Job(self._kata, path, run_all=run_all, limit=self._limit)
         record = self._state.read(self._kata)
         if self._part:
-            job = dataclasses.replace(job, parts=(self._part,))
+            job = dataclasses.replace(job, sections=tuple(self._kata.sections_of(self._part)))
         elif record and not is_untouched(path):
             job = planned(job, record, may_skip=False)
         self._screen = Screen(self._paper, job)
@@ -145,7 +149,7 @@ class Watch:
             solved.show(self._paper, what)
             self._paper.steps([("Next", "press n for the next kata")])
         elif what.passed:
-            later = [part for part in part_files(self._kata) if part > self._part]
+            later = [number for number in self._numbers if number > self._part]
             step = "press p for another part" if later else "press p and 0 for the whole kata"
             self._paper.steps([("Next", step)])
         bad = what.broken.problem if what.broken else what.first_bad and what.first_bad[1].problem
@@ -171,7 +175,7 @@ class Watch:
             self.judge(run_all=True)
         elif letter == "p":
             self._asked = "part"
-            numbers = ", ".join(map(str, part_files(self._kata)))
+            numbers = ", ".join(map(str, self._numbers))
             self._paper.line(f"Which part? Press one of {numbers}, or 0 for the whole kata.")
         elif letter == "r":
             self._asked = "reset"
@@ -187,7 +191,7 @@ class Watch:
             self._paper.line(KEYS)
 
     def _choose_part(self, letter: str) -> None:
-        if letter not in map(str, [0, *part_files(self._kata)]):
+        if letter not in map(str, [0, *self._numbers]):
             self._paper.line(f"{self._kata.name} has no part {letter!r}; nothing is changed.")
             return
         self._part = int(letter)
@@ -210,17 +214,19 @@ class Watch:
         self.judge()
 
     def _hint(self) -> None:
-        """The first hint of the part in hand, and one more each time."""
-        part = self._part or board.standing(self._kata, self._state).part
-        last_part, rung = self._hinted
-        rung = rung + 1 if last_part == part else 1
+        """The first hint of the spec or the part in hand, and one more each time."""
+        found = board.standing(self._kata, self._state)
+        part = self._part or found.part
+        spec = found.spec if part == found.part else ""
+        *last, rung = self._hinted
+        rung = rung + 1 if last == [part, spec] else hints.first_rung(self._kata, spec)
         try:
-            hint = hints.show(self._paper, self._kata, str(part), str(rung))
+            hint = hints.show(self._paper, self._kata, str(part), str(rung), spec)
         except Misuse as error:
             self._paper.line(str(error))
             return
         more = hint.rung < hint.rungs
-        self._hinted = (part, rung) if more else (part, 0)
+        self._hinted = (part, spec, rung if more else 0)
         self._paper.line("h shows the next one." if more else f"This was the last of part {part}.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from typing import Literal
 
 import psutil
@@ -11,7 +12,7 @@ import psutil
 from desk import events
 from desk.events import Problem, Spec
 from desk.verdict import Job, Verdict
-from kit.catalog import shown
+from kit.catalog import Kata, Section, shown
 
 # When nox began, in seconds as time.time() has them.
 STARTED_VARIABLE = "MEMORY_KATAS_STARTED"
@@ -30,11 +31,11 @@ def summary(verdict: Verdict) -> str:
     counts = [
         f"{number} {word}"
         for number, word in (
-            (verdict.count() + sum(part.passed for part in before), "passed"),
+            (verdict.count() + sum(found.passed for found in before), "passed"),
             (verdict.count(events.FAILED), "failed"),
             (verdict.count(events.TODO), "not written"),
             (len(verdict.not_run), "not run"),
-            (len(verdict.unchecked) + sum(part.unchecked for part in before), "not checked"),
+            (len(verdict.unchecked) + sum(found.unchecked for found in before), "not checked"),
         )
         if number
     ]
@@ -53,15 +54,29 @@ def state(verdict: Verdict) -> str:
         if verdict.solved:
             return "passed"
         if verdict.passed:
-            return f"{_parts([part.number for part in verdict.passed_parts], verdict.parts)} passed"
+            numbers = sorted({spec.part for spec in verdict.specs})
+            return f"{_parts(numbers, verdict.parts)} passed"
         nothing = verdict.finished and not verdict.not_run
         return f"no verdict, {'nothing could be checked' if nothing else 'the run did not end'}"
     spec, outcome = verdict.first_bad
-    place = f"part {spec.part} of {verdict.parts}"
+    core = "core passed, " if verdict.core_passed else ""
     if outcome.result == events.TODO:
-        return f"{place} is not written yet"
+        return f"{core}part {spec.part} of {verdict.parts} is not written yet"
     kind = outcome.problem.kind if outcome.problem else "wrong"
-    return f"failing at {place}" + ("" if kind in ("wrong", "error") else f": {kind}")
+    details = "the details of " if spec.lap == "details" else ""
+    place = f"{details}part {spec.part} of {verdict.parts}"
+    return f"{core}failing at {place}" + ("" if kind in ("wrong", "error") else f": {kind}")
+
+
+def progress(kata: Kata, passed: Iterable[Section]) -> str:
+    """Where an answer stands whose core has passed: core passed, details 3 of 6."""
+    later = [section for section in kata.sections if section.lap != "core"]
+    return f"core passed, details {len({*passed} & {*later})} of {len(later)}"
+
+
+def section_name(section: Section) -> str:
+    """core part 1, details of part 1, stretch part 4."""
+    return f"{section.lap}{' of' if section.lap == 'details' else ''} part {section.part}"
 
 
 def code(verdict: Verdict) -> Code:

@@ -1,11 +1,13 @@
-"""The katas there are: names, order, titles and time boxes, read from katas/katas.toml."""
+"""The katas there are: names, order, titles, parts and minutes, read from katas/katas.toml."""
 
 from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -14,19 +16,69 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# A kata is run in two laps: first the core, then its details and the parts that are a stretch.
+Lap = Literal["core", "details", "stretch"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is judged, folded and remembered as one: the specs of a part that belong to a lap."""
+
+    lap: Lap
+    part: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a kata; `lap` says whether it is core or a stretch."""
+
+    number: int
+    title: str
+    minutes: int
+    lap: Lap
+
+    def lap_of(self, group: str) -> Lap:
+        """The lap of its specs of that group: traps and bad input of the core are details."""
+        return "details" if self.lap == "core" and group == "survives" else self.lap
+
 
 @dataclass(frozen=True)
 class Kata:
-    """One row of katas.toml; `name` is the file name in every folder.
+    """One table of katas.toml; `name` is the file name in every folder.
 
     imports: what its specs import late because it is slow, and may not be installed
     """
 
     name: str
     title: str
-    minutes: int
     summary: str
+    parts: tuple[Part, ...]
     imports: tuple[str, ...] = ()
+
+    @property
+    def minutes(self) -> int:
+        """The time box: what the core takes."""
+        return sum(part.minutes for part in self.parts if part.lap == "core")
+
+    @property
+    def sections(self) -> list[Section]:
+        """Everything that is judged, in that order: core, details of the core, stretch."""
+        core = [part.number for part in self.parts if part.lap == "core"]
+        stretch = [part.number for part in self.parts if part.lap == "stretch"]
+        return [
+            *(Section("core", number) for number in core),
+            *(Section("details", number) for number in core),
+            *(Section("stretch", number) for number in stretch),
+        ]
+
+    def sections_of(self, part: int) -> list[Section]:
+        """Those of one part."""
+        return [section for section in self.sections if section.part == part]
+
+    def part(self, number: int) -> Part:
+        """The part of that number; one that katas.toml does not know has no title."""
+        known = (part for part in self.parts if part.number == number)
+        return next(known, Part(number, "", 0, "core"))
 
     @property
     def stub(self) -> Path:
@@ -45,17 +97,21 @@ class Kata:
 
     @property
     def hints(self) -> Path:
-        """The four rungs of hints for each part."""
+        """The rungs of hints for each part."""
         return ROOT / "katas" / "hints" / f"{self.name}.md"
 
 
 def all_katas() -> list[Kata]:
     """Every kata in teaching order."""
     rows = tomllib.loads((ROOT / "katas" / "katas.toml").read_text(encoding="utf-8"))
-    return [
-        Kata(name=name, **{**row, "imports": tuple(row.get("imports", ()))})
-        for name, row in rows.items()
-    ]
+    return [_kata(name, **row) for name, row in rows.items()]
+
+
+def _kata(
+    name: str, title: str, summary: str, parts: list[dict[str, Any]], imports: Sequence[str] = ()
+) -> Kata:
+    numbered = tuple(Part(number, **part) for number, part in enumerate(parts, 1))
+    return Kata(name, title, summary, numbered, tuple(imports))
 
 
 def find_kata(name: str) -> Kata:

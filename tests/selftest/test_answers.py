@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from desk.asked import Misuse, locate
-from desk.hints import parse
+from desk.hint_file import parse
+from desk.verdict import part_files
 from kit.answers.catalogue import catalogue
 from kit.answers.loading import load, sources
 from kit.catalog import ROOT, Kata, all_katas
@@ -20,16 +21,15 @@ KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 
 
 def _parts(kata: Kata) -> list[tuple[Path, ast.ClassDef]]:
-    """The classes of the specs in the order of the files; those of one title are one part."""
-    found: dict[str, tuple[Path, ast.ClassDef]] = {}
-    for path in sorted(kata.specs.glob("test_*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-                title = (ast.get_docstring(node) or str(path)).splitlines()[0]
-                first = found.setdefault(title, (path, node))[1]
-                if first is not node:
-                    first.body += node.body
+    """The classes of the specs, those of a part as one: its files in their order."""
+    found: dict[int, tuple[Path, ast.ClassDef]] = {}
+    for number, paths in part_files(kata).items():
+        for path in paths:
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+                    first = found.setdefault(number, (path, node))[1]
+                    if first is not node:
+                        first.body += node.body
     return list(found.values())
 
 
@@ -45,14 +45,12 @@ def _specs(part: ast.ClassDef) -> dict[str, list[str]]:
 
 
 @KATAS
-def test_a_kata_has_parts_with_a_title_and_a_subject(kata):
-    parts = _parts(kata)
-    assert 2 <= len(parts) <= 4
-    for number, (path, part) in enumerate(parts, 1):
-        first = (ast.get_docstring(part) or "").splitlines()[:1]
-        assert first, path
-        assert first[0].startswith(f"Part {number}: "), path
-        assert any(ast.unparse(node).startswith("subject = ") for node in part.body), path
+def test_the_parts_of_a_kata_have_specs_and_two_laps(kata):
+    assert list(part_files(kata)) == [part.number for part in kata.parts]
+    assert 2 <= len(kata.parts) <= 4
+    assert {part.lap for part in kata.parts} <= {"core", "stretch"}
+    assert kata.parts[0].lap == "core"
+    assert all(part.title and part.minutes > 0 for part in kata.parts)
 
 
 @KATAS
@@ -85,12 +83,14 @@ def test_there_are_enough_answers(kata):
 
 
 @KATAS
-def test_hints_have_four_rungs_for_every_part(kata):
+def test_hints_have_rungs_for_every_part_and_name_specs_that_there_are(kata):
     hints = parse(kata.hints.read_text(encoding="utf-8"))
-    assert list(hints) == list(range(1, len(_parts(kata)) + 1))
-    for _, rungs in hints.values():
-        assert list(rungs) == [1, 2, 3, 4]
-        assert all(lines for _, lines in rungs.values())
+    assert list(hints.parts) == [part.number for part in kata.parts]
+    for ladder in hints.parts.values():
+        assert list(ladder.rungs) in ([1, 2, 3, 4], [1, 2, 3, 4, 5])
+        assert all(lines for _, lines in ladder.rungs.values())
+    assert set(hints.specs) <= {name for _, part in _parts(kata) for name in _specs(part)}
+    assert all(hints.specs.values())
 
 
 def test_unknown_answers_are_an_error():

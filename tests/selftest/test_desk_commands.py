@@ -10,7 +10,7 @@ import pytest
 from desk.__main__ import main
 from kit import catalog
 from kit.answers.stubs import is_untouched, make_stub
-from selftest.tiny import HINTS, SOLUTION, House, house, later, new_folder, once, result
+from selftest.tiny import HINTS, SOLUTION, House, house, later, new_folder, once, result, row_of
 
 
 @pytest.fixture
@@ -21,9 +21,7 @@ def desk(monkeypatch, tmp_path, capsys):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "katas" / "hints").mkdir(parents=True)
     (tmp_path / "solutions").mkdir()
-    (tmp_path / "katas" / "katas.toml").write_text(
-        '[tiny]\ntitle = "Tiny"\nminutes = 5\nsummary = "Tiny"\n'
-    )
+    (tmp_path / "katas" / "katas.toml").write_text(row_of("tiny"))
     (tmp_path / "katas" / "hints" / "tiny.md").write_text(HINTS)
     (tmp_path / "solutions" / "tiny.py").write_text(SOLUTION)
 
@@ -95,7 +93,7 @@ def test_the_board_tells_every_state_apart():
         r"5 +Gone +the file is missing ",
     ):
         assert re.search(row, out), out
-    assert "Next:    fix katas/second.py:" in out
+    assert "Next:    fix Counter in katas/second.py:" in out
     assert "then:    nox -s kata -- second\n" in out
     assert max(map(len, out.splitlines())) <= 100
 
@@ -125,18 +123,18 @@ def test_without_a_name_the_next_unsolved_kata_is_judged_and_no_other():
     head = "solved: passed (1 not checked), unchanged\n\nSecond (second) - judging katas/second.py"
     assert out.startswith(head)
     assert out.count("  FAIL  ") == 1
-    assert "Part 1 passed: 6 specs (0." in out
+    assert "Core part 1 passed: 4 specs (0." in out
     assert "FAIL  works     counts in steps" in out
-    assert "not run: 2 more specs of this part" in out
-    assert "(6 passed, 1 failed, 2 not run, 1 not checked)" in out
+    assert "not run: 1 more spec of core part 2\n" in out
+    assert "(4 passed, 1 failed, 4 not run, 1 not checked)" in out
     assert "fresh" not in out
 
 
 @pytest.mark.timeout(300)
 def test_what_has_passed_with_this_very_code_does_not_run_again():
     out = walked("second again")[1]
-    assert "\n\nPart 1 passed: 6 specs (unchanged)\nPart 2 of 2: Counter" in out
-    assert "(6 passed, 1 failed, 2 not run, 1 not checked)" in out
+    assert "\n\nCore part 1 passed: 4 specs (unchanged)\nCore part 2 of 2: Counter" in out
+    assert "(4 passed, 1 failed, 4 not run, 1 not checked)" in out
 
 
 @pytest.mark.timeout(300)
@@ -150,8 +148,9 @@ def test_a_hint_without_a_name_is_for_the_part_in_hand():
 def test_one_part_alone_is_no_verdict_on_the_kata():
     code, out = walked("second, part 1")
     assert code == 0
-    assert "Part 1 of 2: mean - the middle of some numbers\n" in out
-    assert "Part 2" not in out
+    assert "Core part 1 passed: 4 specs (0." in out
+    assert "Details of part 1 of 2: mean - the middle of some numbers\n" in out
+    assert "part 2" not in out
     assert "Verdict: part 1 of 2 passed (6 passed)\n" in out
     assert "Next:    nox -s kata -- second 2\n" in out
 
@@ -160,8 +159,8 @@ def test_one_part_alone_is_no_verdict_on_the_kata():
 def test_the_part_that_failed_last_runs_first():
     code, out = walked("part 1 broken")
     assert code == 1
-    assert out.index("Part 2 passed: 3 specs") < out.index("Part 1 of 2: mean")
-    assert "Verdict: failing at part 1 of 2 (3 passed, 1 failed, 5 not run, 1 not checked)" in out
+    assert out.index("Core part 2 passed: 2 specs") < out.index("Core part 1 of 2: mean")
+    assert "Verdict: failing at part 1 of 2 (2 passed, 1 failed, 6 not run, 1 not checked)" in out
 
 
 @pytest.mark.timeout(300)
@@ -183,11 +182,7 @@ def test_an_unknown_kata_is_answered_with_the_nearest(desk):
 
 
 @pytest.mark.parametrize("part", ["3", "0", "two"])
-def test_an_unknown_part_is_answered_with_those_there_are(desk, tmp_path, part):
-    for number in (1, 2):
-        file = tmp_path / "tests" / "specs" / "tiny" / f"test_part{number}_x.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+def test_an_unknown_part_is_answered_with_those_there_are(desk, part):
     expected = (2, f"tiny has no part {part}: there are parts 1 to 2\n")
     assert desk("kata", "1", part) == expected
 
@@ -266,7 +261,7 @@ def test_reset_by_force_keeps_every_old_file(desk, stub):
 
 def test_reset_of_every_kata_goes_on_after_a_refusal(desk, stub):
     with (catalog.ROOT / "katas" / "katas.toml").open("a") as rows:
-        rows.write('[other]\ntitle = "Other"\nminutes = 5\nsummary = "Other"\n')
+        rows.write(row_of("other"))
     (catalog.ROOT / "solutions" / "other.py").write_text(SOLUTION)
     stub.write_text("mine")
     assert desk("reset", "--every")[0] == 1

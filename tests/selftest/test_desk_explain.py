@@ -12,7 +12,7 @@ from desk.explain import Judged, explain
 from desk.verdict import Job, Verdict
 from desk.words import state, summary
 from kit.answers.loading import load
-from kit.catalog import Kata
+from kit.catalog import Kata, Part
 from selftest.tiny import SOLUTION
 
 
@@ -167,8 +167,9 @@ def test_a_good_file_has_no_problem_even_with_warnings(tmp_path):
     assert source.check_file(path) is None
 
 
-SPEC = Spec("a", 1, "mean", "mean", "works", "is so", "one", False)
-ON_GPU = Spec("b", 2, "Counter", "Counter", "saves", "is so on a gpu", "", True)
+KATA = Kata("tiny", "Tiny", "Tiny", (Part(1, "mean", 5, "core"), Part(2, "Counter", 5, "core")))
+SPEC = Spec("a", 1, "core", "mean", "works", "is so", "one", False, "mean, Returns: it")
+ON_GPU = Spec("b", 2, "core", "Counter", "saves", "is so on a gpu", "", True)
 
 
 def test_events_come_through_a_line_unchanged():
@@ -217,7 +218,7 @@ def test_a_run_in_which_nothing_could_be_checked_is_told_from_one_that_broke_off
 
 
 def _verdict(*seen: events.Event) -> Verdict:
-    verdict = Verdict(Job(Kata("tiny", "Tiny", 5, "Tiny"), path=None))
+    verdict = Verdict(Job(KATA, path=None))
     for event in seen:
         verdict.take(event)
     return verdict

@@ -104,7 +104,7 @@ def _misfit(value: Any, kind: Any, at: str = "it") -> str:
 def test_every_document_fits_the_schema(name):
     code, document = _document(name)
     assert not _misfit(document, COMMANDS[name][0])
-    assert document["version"] == 1
+    assert document["version"] == 2
     if name != "misuse":
         assert document["ok"] == (code == 0)
         assert document["command"] == COMMANDS[name][1][0]
@@ -136,7 +136,7 @@ def test_a_verdict_has_a_code_and_words(name, code, words):
     verdict = _verdict(name)
     assert verdict["state"] == {"code": code, "words": words}
     assert verdict["passed"] == (code in ("passed", "part_passed"))
-    assert verdict["solved"] == (code == "passed")
+    assert verdict["solved"] == verdict["core_passed"] == (code == "passed")
     assert verdict["kata"] == {"name": "tiny_mean", "title": "Tiny mean", "number": 1}
 
 
@@ -150,6 +150,8 @@ def test_a_problem_has_its_place_and_its_words():
     assert (problem["path"], problem["function"]) == ("answers/all.py", "mean")
     assert problem["source"] == 'return {}["key"]'
     assert problem["column"] is None
+    assert problem["sure"]
+    assert (spec["function"], spec["contract"]) == ("mean", "")
 
 
 def test_a_bar_has_its_bytes():
@@ -160,12 +162,18 @@ def test_a_bar_has_its_bytes():
 
 def test_every_spec_is_counted_once():
     parts = _verdict("stopped")["parts"]
-    assert [(part["number"], part["result"]) for part in parts] == [(1, "passed"), (2, "failed")]
-    assert [part["not_checked"] for part in parts] == [0, 1]
+    assert [(part["lap"], part["number"], part["result"]) for part in parts] == [
+        ("core", 1, "passed"),
+        ("core", 2, "failed"),
+        ("details", 1, "not_run"),
+        ("details", 2, "not_run"),
+    ]
+    assert [part["not_checked"] for part in parts] == [0, 1, 0, 0]
     assert parts[1]["title"] == "Counter - steps of a given size"
     specs = _verdict("stopped")["specs"]
-    assert [s["result"] for s in specs[6:]] == ["failed", "not_run", "not_checked", "not_run"]
-    assert [s["reason"] for s in specs[7:9]] == ["", "needs a CUDA GPU"]
+    assert [s["result"] for s in specs[4:7]] == ["failed", "not_run", "not_checked"]
+    assert [s["reason"] for s in specs[5:7]] == ["", "needs a CUDA GPU"]
+    assert [s["lap"] for s in specs] == 7 * ["core"] + 3 * ["details"]
     counts = sum(part[key] for part in parts for key in ("passed", "failed", "not_run"))
     assert counts + 1 == len(specs) == 10
 
@@ -175,7 +183,7 @@ def test_a_broken_file_has_one_problem_and_no_specs():
     assert verdict["problem"]["kind"] == "syntax error"
     assert verdict["problem"]["line"] == BROKEN
     assert verdict["specs"] == []
-    assert [part["result"] for part in verdict["parts"]] == ["not_run", "not_run"]
+    assert {part["result"] for part in verdict["parts"]} == {"not_run"}
     assert verdict["next"][0] == {"label": "Next", "text": f"fix answers/syntax.py:{BROKEN}"}
 
 

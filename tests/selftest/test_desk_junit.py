@@ -9,7 +9,7 @@ import pytest
 
 from desk.__main__ import main
 from kit import catalog
-from selftest.tiny import SOLUTION, House, later, new_folder, once, result
+from selftest.tiny import SOLUTION, House, later, new_folder, once, result, row_of
 from selftest.tiny_answers import in_mean
 
 pytestmark = pytest.mark.timeout(300)
@@ -70,7 +70,7 @@ def desk(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(catalog, "ROOT", tmp_path)
     monkeypatch.setattr("desk.kata.judge", lambda *_: pytest.fail("something was run"))
     (tmp_path / "katas").mkdir()
-    rows = [f'[{name}]\ntitle = "T"\nminutes = 5\nsummary = "T"\n' for name in ("one", "two")]
+    rows = [row_of(name) for name in ("one", "two")]
     (tmp_path / "katas" / "katas.toml").write_text("".join(rows))
 
     def run(*arguments: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import pytest
 
 from desk.__main__ import main
 from kit import catalog
-from selftest.tiny import SOLUTION, House, later, new_folder, once, result
+from selftest.tiny import SOLUTION, House, later, new_folder, once, result, row_of
 from selftest.tiny_answers import answer, in_mean
 
 pytestmark = pytest.mark.timeout(120)
@@ -157,7 +157,7 @@ def desk(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(catalog, "ROOT", tmp_path)
     monkeypatch.setattr("desk.plan.judge", lambda job: pytest.fail("something was run"))
     (tmp_path / "katas").mkdir()
-    rows = [f'[{name}]\ntitle = "T"\nminutes = 5\nsummary = "T"\n' for name in _KATAS]
+    rows = [row_of(name) for name in _KATAS]
     (tmp_path / "katas" / "katas.toml").write_text("".join(rows))
     for name in ("near", "far"):
         (tmp_path / "tests" / "specs" / name).mkdir(parents=True)

@@ -7,8 +7,8 @@ import pytest
 from desk import solved
 from desk.events import Chart
 from desk.paper import Paper
-from desk.verdict import Figure, Job, PassedPart, Verdict
-from kit.catalog import Kata, all_katas
+from desk.verdict import Figure, Job, Passed, Verdict
+from kit.catalog import Kata, Section, all_katas
 
 
 def _figure(title: str, yours: int, reference: int | None, case: str = "") -> Figure:
@@ -21,10 +21,10 @@ def _figure(title: str, yours: int, reference: int | None, case: str = "") -> Fi
 def shown(capsys, monkeypatch):
     """The screen for these figures, of a part that has passed before."""
     monkeypatch.setenv("COLUMNS", "80")
-    kata = Kata("tiny", "Tiny", 5, "Tiny")
+    kata = Kata("tiny", "Tiny", "Tiny", ())
 
     def show(*figures: Figure) -> str:
-        part = PassedPart(1, 2, 0, 0.1, list(figures))
+        part = Passed(Section("core", 1), 2, 0, 0.1, list(figures))
         solved.show(Paper(), Verdict(Job(kata, kata.stub, before=(part,))))
         out: str = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= 80

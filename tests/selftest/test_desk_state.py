@@ -12,9 +12,11 @@ from desk.events import FAILED, PASSED, Broken, Chart, Collected, Finished, Outc
 from desk.state import State
 from desk.verdict import Job, Verdict
 from kit import catalog
-from kit.catalog import Kata
+from kit.catalog import Kata, Lap, Part, Section
 
-KATA = Kata("tiny", "Tiny", 5, "Tiny")
+PARTS = (Part(1, "", 5, "core"), Part(2, "", 5, "core"), Part(3, "", 5, "stretch"))
+KATA = Kata("tiny", "Tiny", "Tiny", PARTS)
+LAPS: list[Lap] = ["core", "core", "stretch"]
 CHART = Chart("peak", "0.6 * plain", [("plain", 4, "4 B")])
 
 
@@ -39,8 +41,9 @@ def _write(path: str, text: str) -> None:
 def _verdict(*results: str, parts: tuple[int, ...] = ()) -> Verdict:
     """A run of parts with one spec each that ended so."""
     numbers = parts or tuple(range(1, len(results) + 1))
-    verdict = Verdict(Job(KATA, KATA.stub, parts=parts))
-    specs = [Spec(str(n), n, "", "", "", "", "", False) for n in numbers]
+    sections = tuple(section for part in parts for section in KATA.sections_of(part))
+    verdict = Verdict(Job(KATA, KATA.stub, sections=sections))
+    specs = [Spec(str(n), n, LAPS[n - 1], "", "", f"is {n}", "", False) for n in numbers]
     verdict.take(Collected(specs))
     for spec, result in zip(specs, results, strict=False):
         problem = None if result == PASSED else Problem("wrong", "1")
@@ -63,10 +66,12 @@ def _read(said: list[str]) -> kept.Record:
 def test_a_verdict_comes_back_as_it_was(said):
     _keep(said, _verdict(PASSED, FAILED, parts=(2, 3)))
     record = _read(said)
-    assert (record.words, record.passed, record.failed) == ("failing at part 3 of 3", False, 3)
+    assert (record.words, record.passed) == ("failing at part 3 of 3", False)
+    assert (record.failed, record.part, record.spec) == (Section("stretch", 3), 3, "test_is_3")
     assert record.steps == [("Next", "go on")]
-    assert list(record.parts) == [2]
-    assert record.parts[2].figures[0].chart == CHART
+    assert _passed(record) == [("core", 2), ("details", 2)]
+    assert record.passed_sections[0].figures[0].chart == CHART
+    assert not record.core_passed(KATA)
     assert record.changed(State(said.append).fingerprint(KATA)) == ""
     assert said == []
 
@@ -90,6 +95,17 @@ def test_it_holds_only_for_what_was_judged(said, path, what):
     assert State(said.append, "cuda").read(KATA) is None
 
 
+def _passed(record: kept.Record) -> list[tuple[str, int]]:
+    return [(found.section.lap, found.section.part) for found in record.passed_sections]
+
+
+def test_the_core_is_a_lap(said):
+    _keep(said, _verdict(PASSED, PASSED, FAILED))
+    assert (_read(said).words, _read(said).passed) == ("core passed, details 2 of 3", False)
+    assert _read(said).core_passed(KATA)
+    assert _read(said).spec == "test_is_3"
+
+
 def test_parts_judged_one_by_one_with_the_same_code_add_up(said):
     _keep(said, _verdict(PASSED, parts=(2,)))
     assert _read(said).words == "1 of 3 parts passed"
@@ -100,7 +116,7 @@ def test_parts_judged_one_by_one_with_the_same_code_add_up(said):
     assert _read(said).passed
     _write("katas/tiny.py", "another answer")
     _keep(said, _verdict(PASSED, parts=(1,)))
-    assert list(_read(said).parts) == [1]
+    assert _passed(_read(said)) == [("core", 1), ("details", 1)]
 
 
 def test_a_run_that_did_not_end_is_not_kept(said):
@@ -127,10 +143,10 @@ def test_an_answer_that_changed_during_the_run_is_not_kept(said):
     [
         ("", "it is damaged"),
         ("[]", "it is damaged"),
-        ('{"version": 2}', "it is damaged"),
+        ('{"version": 3}', "it is damaged"),
         ("\x00\xff", "it is damaged"),
         ("[" * 100_000, "it is damaged"),
-        ('{"version": 0}', "its version is 0, not 2"),
+        ('{"version": 0}', "its version is 0, not 3"),
     ],
 )
 def test_what_cannot_be_used_is_set_aside_and_said(said, text, why):
@@ -150,7 +166,7 @@ def test_a_record_with_values_of_another_form_is_set_aside(said):
     _keep(said, _verdict(PASSED, PASSED, PASSED))
     path = catalog.ROOT / ".katas" / "tiny.json"
     good = json.loads(path.read_text())
-    for key, value in {"of": None, "steps": [1], "parts": {"x": {}}, "failed": "no"}.items():
+    for key, value in {"of": None, "steps": [1], "passed_sections": ["x"], "failed": "no"}.items():
         path.write_text(json.dumps({**good, key: value}))
         assert State(said.append).read(KATA) is None
     assert len(said) == 4
@@ -172,14 +188,14 @@ def test_a_slip_of_the_keyboard_does_not_change_the_part_in_hand(said):
     slip.take(Broken(Problem("syntax error", "", line=1)))
     _keep(said, slip)
     record = _read(said)
-    assert (record.words, record.failed) == ("broken file: syntax error, line 1", 2)
+    assert (record.words, record.part) == ("broken file: syntax error, line 1", 2)
 
 
 def test_runs_at_once_do_not_break_it(said):
     verdicts = [_verdict(PASSED, parts=(part,)) for part in (1, 2, 3)] * 20
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda verdict: _keep(said, verdict), verdicts))
-    assert _read(said).parts
+    assert _read(said).passed_sections
     assert said == []
     assert [path.name for path in (catalog.ROOT / ".katas").iterdir()] == ["tiny.json"]
 

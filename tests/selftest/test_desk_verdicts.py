@@ -33,8 +33,9 @@ def test_an_untouched_stub_is_not_written_yet():
     assert out.startswith("Tiny mean (tiny_mean) - judging katas/tiny_mean.py on cpu\n")
     assert "TODO  works     is the sum over the count (three)" in out
     assert "not written yet: katas/tiny_mean.py:" in out
-    assert "not run: 5 more specs of this part" in out
-    assert "Part 2 of 2: Counter - steps of a given size - not run (3 specs)" in out
+    assert "not run: 3 more specs of core part 1\n" in out
+    assert "Core part 2 of 2: Counter - steps of a given size - not run (2 specs)\n" in out
+    assert "Details of parts 1, 2 - not run (3 specs)\n" in out
     assert (
         "Verdict: part 1 of 2 is not written yet (1 not written, 8 not run, 1 not checked)" in out
     )
@@ -51,11 +52,15 @@ def test_the_reference_passes_and_says_what_was_not_checked():
     assert re.search(r"Time: +\d+\.\d s\n", out)
 
 
-def test_a_part_that_passes_folds_to_a_line_and_the_last_one_is_shown():
+def test_what_passes_folds_to_a_line_and_the_last_one_is_shown():
     out = seen("reference")[1]
-    folded, _, shown = out.partition("Part 2 of 2: Counter - steps of a given size\n")
-    assert re.search(r"\n\nPart 1 passed: 6 specs \(0\.\d s\)\n$", folded)
-    assert shown.count("  pass  ") == 3
+    folded, _, shown = out.partition("Details of part 2 of 2: Counter - steps of a given size\n")
+    assert re.sub(r"0\.\d s", "0.1 s", folded.partition("\n\n")[2]) == (
+        "Core part 1 passed: 4 specs (0.1 s)\n"
+        "Core part 2 passed: 2 specs (0.1 s)\n"
+        "Details of part 1 passed: 2 specs (0.1 s)\n"
+    )
+    assert shown.count("  pass  ") == 1
     assert "holds few bytes" not in out
 
 
@@ -63,7 +68,7 @@ def test_every_spec_and_every_bar_is_shown_if_asked():
     out = seen("every line")[1]
     assert out.count("  pass  ") == 8
     assert "pass  works     is the sum over the count (three, one)\n" in out
-    assert "Part 1 of 2: mean - the middle of some numbers\n" in out
+    assert "Core part 1 of 2: mean - the middle of some numbers\n" in out
 
 
 def test_a_bar_is_shown_when_it_holds_and_when_it_does_not():
@@ -83,7 +88,7 @@ def test_all_goes_on():
     assert code == 1
     assert out.count("  FAIL  ") == 8, out
     assert "Verdict: failing at part 1 of 2 (1 passed, 8 failed, 1 not checked)" in out
-    assert f"Next:    fix answers/all.py:{line_of('all', 'return {}')}\n" in out
+    assert f"Next:    fix mean in answers/all.py:{line_of('all', 'return {}')}\n" in out
     assert "then:    nox -s kata -- tiny_mean --answers answers/all.py\n" in out
     assert "a hint:  nox -s hint -- tiny_mean 1\n" in out
 
@@ -98,7 +103,7 @@ def test_an_exception_is_told_with_the_line_of_the_candidate_and_what_was_printe
 
 def test_a_wrong_number_is_told_with_the_definition():
     text = block(seen("all")[1], "starts where it is told")
-    for line in ("expected  the mean = 3.0", "got       7.0", "cause     start is not used"):
+    for line in ("expected  the mean = 3.0", "got       7.0", "perhaps   start is not used"):
         assert line in text
     assert f"at        answers/all.py:{line_of('all', 'def mean')} in mean" in text
 

@@ -31,17 +31,18 @@ def _check() -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def _is_tested_torch() -> bool:
+def is_tested_torch() -> bool:
+    """Whether it is the torch with which pictures and figures were made."""
     return bool(_TESTED) and metadata.version("torch").partition("+")[0] == _TESTED.group(1)
 
 
-if _is_tested_torch():
+if is_tested_torch():
     later("pictures", _check)
 
 
 @pytest.mark.timeout(300)
 def test_the_pictures_show_what_the_commands_print():
-    if not _is_tested_torch():
+    if not is_tested_torch():
         pytest.skip(f"the pictures are drawn with torch {_TESTED and _TESTED.group(1)}")
     assert result("pictures") == (0, "")
 

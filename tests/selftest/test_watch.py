@@ -43,20 +43,22 @@ def shared() -> Iterator[Terminal]:
 
 @pytest.fixture
 def watch(shared: Terminal) -> Terminal:
-    """A watch on a kata that is wrong in part 1."""
+    """A watch on a kata that is wrong in the details of part 1."""
     shared.save(WRONG)
-    assert "failing at part 1 of 2" in shared.verdict()
+    assert "failing at the details of part 1 of 2" in shared.verdict()
     return shared
 
 
 def test_edit_fail_fix_pass(watch: Terminal) -> None:
     watch.save(in_mean("return 7.0"))
     seen = watch.verdict()
-    assert "FAIL  works     is the sum over the count (three)" in seen
+    assert "FAIL  survives  starts where it is told" in seen
     assert "the mean = 3.0" in seen
     watch.save(SOLUTION)
     seen = watch.verdict()
-    assert "Part 1 passed: 6 specs" in seen
+    assert seen.index("Details of part 1 passed: 2 specs") < seen.index(
+        "Core part 1 passed: 4 specs"
+    )
     assert "Verdict: passed (9 passed, 1 not checked)" in seen
     assert "solutions/tiny_mean.py" in seen
     assert "press n for the next kata" in seen
@@ -67,8 +69,8 @@ def test_the_part_that_failed_is_judged_first(watch: Terminal) -> None:
     assert "failing at part 2 of 2" in watch.verdict()
     watch.save(answer(("self.count += self.step", "self.count += 2")))
     seen = watch.verdict()
-    assert "Part 2 of 2: Counter" in seen
-    assert "Part 1 passed" not in seen
+    assert "Core part 2 of 2: Counter" in seen
+    assert "part 1 passed" not in seen
 
 
 def _replace(path: Path, text: str) -> None:
@@ -154,7 +156,7 @@ def test_keys_for_a_part_and_for_everything(watch: Terminal) -> None:
     watch.screen.send("2")
     seen = watch.verdict()
     assert "Tiny mean, part 2 - katas/tiny_mean.py at" in seen
-    assert "Part 1" not in seen
+    assert "part 1" not in seen
     watch.screen.send("p9")
     watch.until("tiny_mean has no part '9'; nothing is changed.")
     watch.screen.send("p0")

@@ -270,7 +270,7 @@ later("worldly", _judge_worldly)
 def test_the_desk_tells_what_happened_in_a_rank():
     code, out = result("worldly")
     assert code == 1
-    assert "pass  exact     every rank has its mean" in out
+    assert "Core part 1 passed: 2 specs (" in out
     assert "pass  survives  works in a larger world (three ranks)" in out
     raised = out[out.index("FAIL  survives  raises") : out.index("FAIL  survives  hangs")]
     assert "got       KeyError: 'three'\n                  on rank 1\n" in raised
@@ -280,7 +280,7 @@ def test_the_desk_tells_what_happened_in_a_rank():
     hung = out[out.index("FAIL  survives  hangs") :]
     assert "expected  every rank done within 2 s" in hung
     assert "got       time-out: rank 0 has finished, rank 1 is still at line" in hung
-    assert "cause     a loop that does not end; rank 1 ran this line when the time was" in hung
+    assert "perhaps   a loop that does not end; rank 1 ran this line when the time was" in hung
     assert re.search(r"at        answers/odd\.py:[56] in mean", hung)
 
 

@@ -69,15 +69,13 @@ class Counter:
         return Pair(0, self.count)
 '''
 
-SPECS_1 = '''\
+SPECS_1 = """\
 import pytest
 
 from kit.laws.checks import check_bar, check_equal, check_raises
 
 
 class TestPart1Mean:
-    """Part 1: mean - the middle of some numbers."""
-
     subject = "mean"
 
     @pytest.mark.works
@@ -102,17 +100,15 @@ class TestPart1Mean:
     @pytest.mark.survives
     def test_starts_where_it_is_told(self, answer):
         check_equal(answer.mean([1.0], start=2.0), 3.0, "the mean", cause="start is not used")
-'''
+"""
 
-SPECS_2 = '''\
+SPECS_2 = """\
 import pytest
 
 from kit.laws.checks import check, check_equal
 
 
 class TestPart2Counter:
-    """Part 2: Counter - steps of a given size."""
-
     subject = "Counter"
 
     @pytest.mark.works
@@ -133,7 +129,7 @@ class TestPart2Counter:
     @pytest.mark.survives
     def test_survives_a_step_of_zero(self, answer):
         check_equal(answer.Counter(0).add(), 0, "the count", cause="zero is not special")
-'''
+"""
 
 
 def entry(name: str, line: str, caught: str = "") -> str:
@@ -190,7 +186,20 @@ WALK_THROUGH = """\
 
 T = TypeVar("T")
 
-ROW = '[{name}]\ntitle = "{title}"\nminutes = 5\nsummary = "Tiny"\n'
+_ROW = """\
+[{name}]
+title = "{title}"
+summary = "Tiny"
+parts = [
+    {{ lap = "core", minutes = 5, title = "mean - the middle of some numbers" }},
+    {{ lap = "core", minutes = 0, title = "Counter - steps of a given size" }},
+]
+"""
+
+
+def row_of(name: str) -> str:
+    """What katas.toml has of such a kata."""
+    return _ROW.format(name=name, title=name.replace("_", " ").capitalize())
 
 
 _LOCK = threading.RLock()
@@ -236,7 +245,7 @@ class House:
         self.write(f"tests/mistakes/{name}.md", MISTAKES + VARIANTS)
         self.write(f"tests/right/{name}/other.py", RIGHT)
         with (self.root / "katas" / "katas.toml").open("a", encoding="utf-8") as rows:
-            rows.write(ROW.format(name=name, title=name.replace("_", " ").capitalize()))
+            rows.write(row_of(name))
 
     def write(self, path: str, text: str) -> Path:
         """Write one file."""

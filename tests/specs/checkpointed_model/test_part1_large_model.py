@@ -31,8 +31,6 @@ def held_by(module, device: torch.device, *, use: bool = True) -> int:
 
 
 class TestPart1LargeModel:
-    """Part 1: LargeModel - a checkpoint for each block"""
-
     subject = "LargeModel"
 
     @pytest.mark.works

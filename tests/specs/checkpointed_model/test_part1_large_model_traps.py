@@ -10,8 +10,6 @@ from specs.checkpointed_model.common import WIDTH, back, by_hand, inputs, runs_o
 
 
 class TestPart1LargeModelTraps:
-    """Part 1: LargeModel - a checkpoint for each block"""
-
     subject = "LargeModel"
 
     @pytest.mark.survives

@@ -29,8 +29,6 @@ _DROPS = (
 
 
 class TestPart2LargeModel:
-    """Part 2: LargeModel - the same bits with and without checkpoints"""
-
     subject = "LargeModel"
 
     @pytest.mark.works

@@ -52,8 +52,6 @@ _SEGMENTS = (
 
 
 class TestPart3Segments:
-    """Part 3: best_segment_size - segments and the square-root law"""
-
     subject = "best_segment_size"
 
     @pytest.mark.works

@@ -59,8 +59,6 @@ def transformer_peak(device: torch.device, module=None, *, dear: bool = False) -
 
 
 class TestPart4CheckpointBlocks:
-    """Part 4: checkpoint_blocks - models that somebody else wrote"""
-
     subject = "checkpoint_blocks"
 
     @pytest.mark.works

@@ -13,8 +13,6 @@ from specs.checkpointed_model.models import Mixer, Named, Nest, host, host_runs
 
 
 class TestPart4CheckpointBlocksRefusals:
-    """Part 4: checkpoint_blocks - models that somebody else wrote"""
-
     subject = "checkpoint_blocks"
 
     @pytest.mark.survives

@@ -32,8 +32,6 @@ def statistics(model: nn.Module) -> dict[str, Any]:
 
 
 class TestPart4CheckpointBlocksTraps:
-    """Part 4: checkpoint_blocks - models that somebody else wrote"""
-
     subject = "checkpoint_blocks"
 
     @pytest.mark.survives

@@ -43,8 +43,6 @@ PLANNED = ["frozen", "nested", "only_blocks"]
 
 
 class TestPart1Wrap:
-    """Part 1: wrap - every block a unit, then the root"""
-
     subject = "wrap"
 
     @pytest.mark.works

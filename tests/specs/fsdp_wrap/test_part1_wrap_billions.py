@@ -47,8 +47,6 @@ def dry_books(answer: Any) -> Account:
 
 
 class TestPart1WrapBillions:
-    """Part 1: wrap - every block a unit, then the root"""
-
     subject = "wrap"
 
     @pytest.mark.saves

@@ -81,8 +81,6 @@ SHARDED = ["all", "all_and_gathered", "the_last_block", "one_parameter"]
 
 
 class TestPart1WrapTraps:
-    """Part 1: wrap - every block a unit, then the root"""
-
     subject = "wrap"
 
     @pytest.mark.saves

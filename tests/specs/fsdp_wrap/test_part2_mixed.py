@@ -28,8 +28,6 @@ SAMPLES = 128  # so that activations are many times the 512 bytes that storages 
 
 
 class TestPart2Mixed:
-    """Part 2: wrap - in bfloat16"""
-
     subject = "wrap"
 
     @pytest.mark.works

@@ -39,8 +39,6 @@ SIZES_AND_SYNCS = pytest.mark.parametrize(
 
 
 class TestPart3TrainStep:
-    """Part 3: train_step - checkpointing, the true norm, accumulation over ranks"""
-
     subject = "train_step"
 
     @pytest.mark.works

@@ -37,8 +37,6 @@ WIDTH, BLOCKS = 40, 3
 
 
 class TestPart3TrainStep:
-    """Part 3: train_step - checkpointing, the true norm, accumulation over ranks"""
-
     subject = "train_step"
 
     @pytest.mark.exact

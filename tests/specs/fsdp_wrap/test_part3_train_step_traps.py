@@ -24,8 +24,6 @@ BAD = {
 
 
 class TestPart3TrainStep:
-    """Part 3: train_step - checkpointing, the true norm, accumulation over ranks"""
-
     subject = "train_step"
 
     @pytest.mark.survives

@@ -38,8 +38,6 @@ _saved: dict[tuple[ModuleType, int], tuple[Path, dict[str, Any]]] = {}
 
 
 class TestPart4Build:
-    """Part 4: build, save and load - a model that no rank could hold"""
-
     subject = "build"
 
     @pytest.mark.works

@@ -23,8 +23,6 @@ WIDTH, BLOCKS, BLOCKS_OF_TWO = 48, 4, 6
 
 
 class TestPart4Build:
-    """Part 4: build, save and load - a model that no rank could hold"""
-
     subject = "build"
 
     @pytest.mark.saves

@@ -14,8 +14,6 @@ from specs.fsdp_wrap.shapes import tiny
 
 
 class TestPart4Build:
-    """Part 4: build, save and load - a model that no rank could hold"""
-
     subject = "build"
 
     @pytest.mark.survives

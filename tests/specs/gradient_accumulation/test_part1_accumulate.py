@@ -34,8 +34,6 @@ SIZES = pytest.mark.parametrize(
 
 
 class TestPart1Accumulate:
-    """Part 1: accumulate - one optimizer step from several micro-batches"""
-
     subject = "accumulate"
 
     @pytest.mark.works

@@ -29,8 +29,6 @@ BAD = {
 
 
 class TestPart1AccumulateTraps:
-    """Part 1: accumulate - one optimizer step from several micro-batches"""
-
     subject = "accumulate"
 
     @pytest.mark.survives

@@ -31,8 +31,6 @@ from specs.gradient_accumulation.tokens import (
 
 
 class TestPart2AccumulateTokens:
-    """Part 2: accumulate_tokens - a window of tokens, some of them without a label"""
-
     subject = "accumulate_tokens"
 
     @pytest.mark.works

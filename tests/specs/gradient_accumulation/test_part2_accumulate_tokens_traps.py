@@ -34,8 +34,6 @@ BAD = {
 
 
 class TestPart2AccumulateTokensTraps:
-    """Part 2: accumulate_tokens - a window of tokens, some of them without a label"""
-
     subject = "accumulate_tokens"
 
     @pytest.mark.survives

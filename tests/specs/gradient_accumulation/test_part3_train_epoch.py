@@ -31,8 +31,6 @@ from specs.gradient_accumulation.epochs import (
 
 
 class TestPart3TrainEpoch:
-    """Part 3: train_epoch and scaled_lr - windows one after another, in any precision"""
-
     subject = "train_epoch"
 
     @pytest.mark.works

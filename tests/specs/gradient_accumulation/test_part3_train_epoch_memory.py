@@ -23,8 +23,6 @@ from specs.gradient_accumulation.common import (
 
 
 class TestPart3TrainEpochMemory:
-    """Part 3: train_epoch and scaled_lr - windows one after another, in any precision"""
-
     subject = "train_epoch"
 
     @pytest.mark.saves

@@ -28,8 +28,6 @@ BAD = {
 
 
 class TestPart3TrainEpochRefusals:
-    """Part 3: train_epoch and scaled_lr - windows one after another, in any precision"""
-
     subject = "train_epoch"
 
     @pytest.mark.survives

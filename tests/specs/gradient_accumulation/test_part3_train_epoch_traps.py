@@ -34,8 +34,6 @@ BAD_BATCHES = {
 
 
 class TestPart3TrainEpochTraps:
-    """Part 3: train_epoch and scaled_lr - windows one after another, in any precision"""
-
     subject = "train_epoch"
 
     @pytest.mark.survives

@@ -39,8 +39,6 @@ BAD: dict[str, tuple[Any, list[str]]] = {
 
 
 class TestPart4AccumulateOnRanks:
-    """Part 4: accumulate_on_ranks - one window over two processes, one all-reduce"""
-
     subject = "accumulate_on_ranks"
 
     @pytest.mark.works

@@ -116,8 +116,6 @@ def _leaf(*shape: int, device: torch.device) -> Tensor:
 
 
 class TestPart1Checkpoint:
-    """Part 1: checkpoint - run again instead of keeping"""
-
     subject = "checkpoint"
 
     @pytest.mark.works

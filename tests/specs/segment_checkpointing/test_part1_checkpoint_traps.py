@@ -30,8 +30,6 @@ def _refuses_or_is_right(
 
 
 class TestPart1CheckpointTraps:
-    """Part 1: checkpoint - run again instead of keeping"""
-
     subject = "checkpoint"
 
     @pytest.mark.survives

@@ -46,8 +46,6 @@ def _mixture(
 
 
 class TestPart2SecondRun:
-    """Part 2: checkpoint - what makes the second run equal the first"""
-
     subject = "checkpoint"
 
     @pytest.mark.works

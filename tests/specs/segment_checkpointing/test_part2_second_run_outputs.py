@@ -28,8 +28,6 @@ from specs.segment_checkpointing.common import (
 
 
 class TestPart2SecondRunOutputs:
-    """Part 2: checkpoint - what makes the second run equal the first"""
-
     subject = "checkpoint"
 
     @pytest.mark.exact

@@ -21,8 +21,6 @@ def _changed(which: str, *args: Tensor) -> Tensor:
 
 
 class TestPart2SecondRunTraps:
-    """Part 2: checkpoint - what makes the second run equal the first"""
-
     subject = "checkpoint"
 
     @pytest.mark.survives

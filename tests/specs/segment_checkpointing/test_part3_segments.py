@@ -39,8 +39,6 @@ DIVISIONS = pytest.mark.parametrize(
 
 
 class TestPart3Segments:
-    """Part 3: run_in_segments and best_segments - a chain in sqrt(n) memory"""
-
     subject = "run_in_segments"
 
     @pytest.mark.works

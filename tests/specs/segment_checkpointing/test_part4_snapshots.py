@@ -43,8 +43,6 @@ RUNS = pytest.mark.parametrize(
 
 
 class TestPart4Snapshots:
-    """Part 4: fewest_extra_steps and backward_with_snapshots - the optimal schedule"""
-
     subject = "backward_with_snapshots"
 
     @pytest.mark.works

@@ -10,8 +10,6 @@ from specs.segment_checkpointing.common import chain, loss_of
 
 
 class TestPart4SnapshotsTraps:
-    """Part 4: fewest_extra_steps and backward_with_snapshots - the optimal schedule"""
-
     subject = "backward_with_snapshots"
 
     @pytest.mark.survives
