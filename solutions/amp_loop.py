@@ -229,8 +229,8 @@ class LossScaler:
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
         for grad in grads:
             grad.mul_(1.0 / self._scale)
-        # The extremes of a tensor are infinite or NaN if any element is, and need no copy; a sum or a
-        # norm would overflow by itself. Only `not` waits for the device, once for all gradients.
+        # The extremes of a tensor are infinite or NaN if any element is, and need no copy; a sum
+        # or a norm would overflow by itself. Only `not` waits for the device, once for all.
         extremes = [extreme for grad in grads for extreme in grad.aminmax()]
         finite = torch.stack(extremes).isfinite().all() if extremes else True
         self._overflow[id(optimizer)] = not finite

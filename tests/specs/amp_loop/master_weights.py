@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.003),
 }
-VALUES = (1.0, -0.5, 2.0**-14, 3e4)
+VALUES = (1.0, -0.5, 2.0**-14, 3e4, 3e38)  # the last is infinite in float16
 OVERFLOWS = (math.inf, -math.inf, math.nan)
 
 
@@ -106,7 +106,9 @@ class Twin:
 def calls(**kinds: Any) -> st.SearchStrategy[list[Call]]:
     """Backward passes, each with a step after it and perhaps a zero_grad or a reload."""
     gradients = st.builds(Call, st.just("backward"), st.sampled_from(VALUES), **kinds)
-    step = st.builds(Call, st.just("step"), loss_scale=st.sampled_from((1.0, 8.0, 65536.0)))
+    step = st.builds(
+        Call, st.just("step"), loss_scale=st.sampled_from((1.0, 8.0, 65536.0, 2.0**-8))
+    )
     between = st.lists(st.sampled_from([Call("zero_grad"), Call("reload")]), max_size=1)
     return st.lists(st.tuples(gradients, step, between), min_size=1, max_size=6).map(
         lambda rounds: [call for g, s, b in rounds for call in (g, s, *b)]
@@ -154,7 +156,8 @@ def _agree(
 def _backward(model: nn.Module, call: Call) -> None:
     params = trainable(model)
     for number, p in enumerate(params):
-        p.grad = None if number == call.missing else torch.full_like(p, call.value)
+        gradient = torch.full_like(p, call.value, dtype=torch.float32)
+        p.grad = None if number == call.missing else gradient.to(p.dtype)
     last = params[-1].grad
     if call.bad is not None and last is not None:
         last.view(-1)[-1] = call.bad

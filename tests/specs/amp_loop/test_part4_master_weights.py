@@ -191,7 +191,11 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer, device):
-        """All of it, or one layer of it; and one that has nothing to train."""
+        """All of it, or one layer of it; and one that has nothing to train.
+
+        torch's optimizers refuse an empty list themselves; this one has a parameter of its own.
+        """
+        with_one_more = lambda params: torch.optim.SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
         mixed = nn.Sequential(layer(device), nn.LayerNorm(3).to(device))
         whole = mlp(5, 3, device=device)
         for model, words, when in (
@@ -200,7 +204,7 @@ class TestPart4MasterWeights:
             (nn.ReLU(), [], "for a ReLU"),
         ):
             check_raises(
-                lambda model=model: answer.MasterWeights(model, OPTIMIZERS["SGD"]),
+                lambda model=model: answer.MasterWeights(model, with_one_more),
                 ValueError,
                 mentions=words,
                 when=when,
