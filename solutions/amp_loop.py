@@ -78,7 +78,7 @@ def train_step(
         optimizer: holds the parameters to train.
         scaler: for float16, and only for it.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: above 0; the gradients are clipped to this norm.
+        max_norm: above 0; gradients are clipped to this norm.
 
     Raises:
         on anything else.
@@ -221,7 +221,7 @@ class LossScaler:
         return outputs * torch.tensor(self._scale, device=outputs.device)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, in place."""
+        """Unscale in place."""
         if id(optimizer) in self._overflow:
             raise RuntimeError("unscale_() was called for this optimizer since the last update()")
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -236,7 +236,7 @@ class LossScaler:
         self._overflow[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step `optimizer`, unless its gradients have overflowed."""
+        """Step, unless gradients have overflowed."""
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() was called for this optimizer since the last update()")
         if id(optimizer) not in self._overflow:
@@ -295,7 +295,7 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    """One train_step for each batch, with the same options; the results in order.
+    """One train_step for each batch, with the same options; results in order.
 
         batches    taken one at a time
         scheduler  advances after each step that was taken
@@ -325,8 +325,11 @@ def save_checkpoint(
 ) -> None:
     """Write what the next step depends on to a file.
 
-    saved   the state of each argument, and torch's random state on every device
-    atomic  a save that fails leaves the file from before, and no other file
+        saved   the state of each argument, and torch's random state on every device
+        atomic  a save that fails leaves the file from before, and no other file
+
+    Args:
+        path: string or path.
     """
     state: dict[str, Any] = {
         "model": model.state_dict(),

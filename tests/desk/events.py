@@ -40,6 +40,7 @@ class Problem:
     source: str = ""
     caret: int = 0
     sure: bool = False
+    contract: str = ""
 
     @property
     def at(self) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 from desk import source
 from desk.events import TODO_KIND, Problem
 from desk.source import Place
+from kit.answers import contract
 from kit.catalog import shown
-from kit.laws.checks import SpecFailure
+from kit.laws.checks import UNTOUCHED, SpecFailure
 
 # "train_step() got an unexpected ...", "Writer.__init__() missing 1 required ...",
 # "Counter() takes no arguments": how Python says that a call does not fit.
@@ -36,6 +37,7 @@ class Judged:
     function: str
     limit: float
     importing: bool = False
+    clause: contract.Clause = ""
 
 
 def explain(error: BaseException, judged: Judged) -> Problem:
@@ -43,8 +45,8 @@ def explain(error: BaseException, judged: Judged) -> Problem:
     place = place_in(error, judged.path)
     here = (place or source.find(judged.path, judged.function)).fields()
     if isinstance(error, SpecFailure):
-        sure = getattr(error, "sure", False)
-        return Problem("wrong", error.got, error.expected, error.cause, sure=sure, **here)
+        here |= {"sure": error.sure, "contract": _sentence(error, judged)}
+        return Problem("wrong", error.got, error.expected, error.cause, **here)
     if _is_timeout(error):
         return _timeout(judged, place, here)
     if isinstance(error, SystemExit):
@@ -61,6 +63,17 @@ def explain(error: BaseException, judged: Judged) -> Problem:
     if place:
         return _raised(error, judged, here)
     return _unusable(error, judged, here)
+
+
+def _sentence(error: SpecFailure, judged: Judged) -> str:
+    """The sentence that the answer breaks, where it is another than that of the spec.
+
+    A spec of a detail is about that detail, unless what is broken holds for every function.
+    """
+    is_of_a_detail = isinstance(judged.clause, int) and error.clause != UNTOUCHED
+    if is_of_a_detail or not error.clause:
+        return ""
+    return contract.sentence(judged.reference, judged.function, error.clause)
 
 
 def is_todo(error: BaseException, path: Path) -> bool:

@@ -128,7 +128,8 @@ def _judged(item: pytest.Item, importing: bool) -> Judged:
     answer = _answer(item)
     limit = float(item.config.getoption("timeout", None) or 0)
     path, reference = (answer.path, answer.kata.solution) if answer else (Path(), Path())
-    return Judged(path, reference, _clause(item)[0], limit, importing)
+    function, clause = _clause(item)
+    return Judged(path, reference, function, limit, importing, clause)
 
 
 def _is_importing(error: BaseException, item: pytest.Item) -> bool:

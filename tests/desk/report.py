@@ -108,6 +108,7 @@ def problem(found: events.Problem) -> schema.Problem:
         got=found.got,
         cause=found.cause,
         sure=found.sure,
+        contract=found.contract,
         path=found.path,
         line=found.line or None,
         column=found.caret or None,

@@ -77,7 +77,8 @@ class Standing:
 class Problem:
     """Why something is not right, and where; `line` and `column` count from 1.
 
-    The cause is `sure` where it follows from what was seen; elsewhere it is a guess.
+    The cause is `sure` where it follows from what was seen; elsewhere it is a guess. `contract` is
+    the sentence that is broken, where it is another than that of the spec.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class Problem:
     got: str
     cause: str
     sure: bool
+    contract: str
     path: str
     line: int | None
     column: int | None

@@ -120,7 +120,8 @@ class Screen:
             paper.line(f"                  {outcome.problem.got}: {at(outcome.problem)}")
         elif outcome.problem:
             paper.line()
-            self.problem(outcome.problem, outcome.prints, spec.contract)
+            sentence = outcome.problem.contract or spec.contract
+            self.problem(outcome.problem, outcome.prints, sentence)
             paper.line()
         else:
             self._prints(18 - LABEL, outcome.prints[-_FEW_PRINTS:])

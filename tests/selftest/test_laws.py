@@ -17,7 +17,7 @@ from torch import nn
 
 from kit.catalog import all_katas
 from kit.laws import untouched
-from kit.laws.checks import SpecFailure, check_bar, check_close, check_equal
+from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, check_equal
 from kit.laws.differences import differences
 from kit.laws.law import Law
 from kit.laws.sequences import for_all
@@ -126,7 +126,7 @@ def test_what_a_call_must_leave_untouched_is_watched(observable, raises):
         gc.enable()
     assert failure.value.expected.startswith(f"{observable} as before ")
     assert ("KeyError in f()" in failure.value.expected) is raises
-    assert failure.value.clause == untouched.CLAUSE
+    assert failure.value.clause == UNTOUCHED
 
 
 def test_a_call_that_leaves_all_as_it_was_passes_and_keeps_nothing_alive():

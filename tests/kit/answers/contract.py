@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -63,8 +63,13 @@ def contract_of(path: Path, function: str) -> Contract:
 
 
 def sentence(path: Path, function: str, clause: Clause) -> str:
-    """The clause as people read it: "train_step, detail 2: ..."; nothing if there is none."""
-    found = contract_of(path, function).clause(clause)
+    """The clause as people read it: "train_step, detail 2: ..."; nothing if there is none.
+
+    A law of the module holds for every function.
+    """
+    found = contract_of(path, function).clause(clause) or contract_of(path, "").laws.get(
+        str(clause)
+    )
     name = f"detail {clause}" if isinstance(clause, int) else clause
     return f"{function}, {name}: {found}" if found else ""
 
@@ -74,12 +79,18 @@ def functions(path: Path) -> list[str]:
     return [name for name in _docstrings(path.read_text(encoding="utf-8")) if name]
 
 
-def words(path: Path) -> tuple[int, int]:
-    """How many words a candidate reads: without the details, and of the details alone."""
+def words(path: Path, stretch: Collection[str] = ()) -> tuple[int, int]:
+    """How many words a candidate reads: in the core lap, and after it.
+
+    The first are those without the details, and without the functions and classes of `stretch`.
+    """
     core = details = 0
-    for text in _docstrings(path.read_text(encoding="utf-8")).values():
-        details += sum(len(detail.split()) for detail in parse(text).details.values())
-        core += sum(len(line.split()) for section, line in _lines(text) if section != "Details")
+    for name, text in _docstrings(path.read_text(encoding="utf-8")).items():
+        later = sum(len(detail.split()) for detail in parse(text).details.values())
+        first = sum(len(line.split()) for section, line in _lines(text) if section != "Details")
+        is_stretch = name.partition(".")[0] in stretch
+        core += 0 if is_stretch else first
+        details += later + (first if is_stretch else 0)
     return core, details
 
 

@@ -24,10 +24,8 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
 from kit.answers.reset_torch import saved_tensors_hooks_in_force
-from kit.laws.checks import SpecFailure
+from kit.laws.checks import UNTOUCHED, SpecFailure
 from kit.private_torch import dispatch_modes
-
-CLAUSE = "untouched"
 
 # What each observable means for the one who changed it.
 _CAUSES = {
@@ -105,7 +103,7 @@ _GONE = object()  # the object of which something is observed is there no longer
 def _failure(observable: str, old: Any, new: Any, after: str) -> SpecFailure:
     cause = next((c for start, c in _CAUSES.items() if start in observable), "")
     expected = f"{observable} as before {after}: {_shown(old)}"
-    return SpecFailure(expected, _shown(new), cause or "see above", bool(cause), CLAUSE)
+    return SpecFailure(expected, _shown(new), cause or "see above", bool(cause), UNTOUCHED)
 
 
 def _shown(value: Any) -> str:
