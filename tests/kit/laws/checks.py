@@ -110,10 +110,16 @@ def same(one: object, other: object) -> bool:
 
 
 def _narrowed(got: object, want: object, what: str) -> tuple[object, object, str]:
-    """The first part of a dict of tensors that differs, however deep."""
-    if isinstance(got, dict) and isinstance(want, dict) and got.keys() == want.keys():
+    """The first part of a dict or a list that differs, however deep; or the names, if these do."""
+    if isinstance(got, dict) and isinstance(want, dict):
+        if got.keys() != want.keys():
+            return [*got], [*want], f"names in {what}"
         key = next(key for key in want if not same(got[key], want[key]))
         return _narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
+    if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
+        number = next(n for n, value in enumerate(want) if not same(got[n], value))
+        if isinstance(want[number], torch.Tensor):
+            return got[number], want[number], f"number {number} of {what}"
     return got, want, what
 
 
