@@ -8,7 +8,7 @@
 A spec is one sentence of the contract, and names the group of scenarios in which it is tried; each
 group has one spec. `FREE` is what the contract leaves open. The cause of a failure is computed:
 each mistake of the catalogue is put into the same scenarios, and where the answer differs just as a
-mistake does, in every scenario of the table, that mistake is the cause.
+mistake does, in all that are tried, that mistake is the cause.
 """
 
 from __future__ import annotations
@@ -152,8 +152,11 @@ class Law:
         )
 
     def _suspect(self, answer: ModuleType, first: Difference, device: torch.device) -> str | None:
-        """The known mistake that would be seen just so, in this scenario and in all others."""
-        scenarios = [*dict.fromkeys([first.scenario, *self.scenarios])]
+        """The known mistake that would be seen just so, in this scenario and in the others."""
+        # Of the other groups a quarter, which takes turns through the precisions, is enough.
+        group = next(g for g in self.groups.values() if first.scenario in g)
+        tried = [first.scenario, *group, *[*self.scenarios][::4]]
+        scenarios = dict.fromkeys(tried)
         mine: dict[str, Trace | None] = {}
         for name, belief, module in known_mistakes(self.kata, self.function):
             for scenario in scenarios:

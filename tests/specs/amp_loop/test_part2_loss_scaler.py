@@ -63,22 +63,23 @@ class TestPart2LossScaler:
         )
 
     @pytest.mark.exact("LossScaler", "scale")
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-    def test_scales_in_float32(self, answer, device, dtype):
+    @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
+    def test_scales_in_float32(self, answer, device, name):
         """A float16 1.0 times the number 65536 is infinite; times a float32 tensor it is not."""
+        dtype = getattr(torch, name)
         loss = torch.ones((), dtype=dtype, device=device, requires_grad=True)
         scaled = answer.LossScaler(init_scale=65536.0).scale(loss)
         want = torch.tensor(65536.0, device=device)
         cause = "a Python number does not widen a float16 tensor; a float32 tensor does"
-        check_equal(scaled.detach().float(), want, f"scaled {dtype} loss of 1", cause=cause)
+        check_equal(scaled.detach().float(), want, f"scaled {name} loss of 1", cause=cause)
         cause = "the loss is detached, and backward() has nowhere to go"
         check_equal(scaled.requires_grad, True, "requires_grad of the scaled loss", cause=cause)
 
     @pytest.mark.exact("LossScaler", "update")
     def test_tracks_gradscaler_through_every_pattern_of_overflows(self, answer, device):
-        """All 64 scripts of six good and bad steps, growing after two good ones in a row."""
+        """All 32 scripts of five good and bad steps, growing after two good ones in a row."""
         cause = "back off at once, count good steps in a row, and start over after both"
-        for script in itertools.product((None, math.inf), repeat=6):
+        for script in itertools.product((None, math.inf), repeat=5):
             calls = [(Call("backward", bad=bad), Call("step"), Call("update")) for bad in script]
             agree(answer, device, [*itertools.chain(*calls)], cause, init_scale=1.0)
 
@@ -206,9 +207,10 @@ class TestPart2LossScaler:
 
     @pytest.mark.survives("LossScaler", 7)
     def test_refuses_calls_out_of_order(self, answer, device):
-        """All 216 ways to make three calls for two optimizers, with a reload among them."""
-        names = itertools.product(("unscale_", "step"), (0, 1))
-        calls = [*(Call(*pair) for pair in names), Call("update"), Call("reload")]
+        """All 125 ways to make three of these calls; the scaler may be saved and loaded between."""
+        calls = [Call(name) for name in ("unscale_", "step", "update", "reload")] + [
+            Call("step", 1)
+        ]
         ready = [Call("backward", 0), Call("backward", 1)]
         cause = "what was done since the last update is not kept for each optimizer"
         for three in itertools.product(calls, repeat=3):

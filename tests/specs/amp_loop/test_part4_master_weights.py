@@ -57,7 +57,9 @@ class TestPart4MasterWeights:
 
     @pytest.mark.exact("MasterWeights", "step")
     @pytest.mark.parametrize(
-        ("optimizer", "dtype"), [("SGD", torch.float16), ("Adam", torch.bfloat16)]
+        ("optimizer", "dtype"),
+        [("SGD", torch.float16), ("Adam", torch.bfloat16)],
+        ids=["SGD-fp16", "Adam-bf16"],
     )
     def test_is_float32_training_rounded(self, answer, device, optimizer, dtype):
         """Good and bad gradients, scaled and not, with zero_grad or a reload between."""
