@@ -1,9 +1,12 @@
 """AMP loop: train in mixed precision without losing a gradient or a byte.
 
-Four parts: one step in any precision, the dynamic loss scaler written by hand, many steps that can
-be stopped and resumed to the same bits, and master weights for a model that is 16-bit throughout.
+    untouched  modes, hooks, training flags and the caller's data stay as they were, after an error
+               too; no seed is set
 
-Sources: Micikevicius et al., Mixed Precision Training (arXiv 1710.03740); torch.amp.
+Errors are ValueError unless it says otherwise, name the offending value, and are raised before
+anything is changed.
+
+Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class Scaler(Protocol):
-    """What train_step needs of a loss scaler; torch.amp.GradScaler and LossScaler have it."""
+    """What train_step needs of a loss scaler."""
 
     def scale(self, outputs: Tensor) -> Tensor: ...
     def unscale_(self, optimizer: Optimizer) -> None: ...
@@ -54,31 +57,35 @@ def train_step(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> StepResult:
-    """One training step of a float32 model, computed in `dtype` where that is safe.
+    """One training step of a float32 model, with forward pass and loss in `dtype`.
 
-    The forward pass and the loss run under autocast on the device of the inputs, the backward pass
-    outside it. Weights, gradients and optimizer state are float32 throughout. The loss is computed
-    from the output in float32: a float16 loss times a scale of 65536 is infinite, and so is the
-    first gradient behind it. Gradients from before the step do not count, and a parameter that gets
-    none in this step is not stepped. An error in the model or the loss leaves autocast as it was.
+        autocast   on for the forward pass and the loss, off for the backward pass
+        loss       computed from the output in float32; returned unscaled, float32, detached
+        gradients  of this step alone, unscaled before anything reads them
+        grad_norm  2-norm over all that `optimizer` holds, before clipping
+        skipped    whether the scaler has skipped the optimizer's step
+        memory     activations in 16 bits; the output does not outlive the loss
 
-    The gradient norm, and clipping, are over the gradients of the parameters that `optimizer`
-    holds, after unscaling. A gradient that is huge but finite is no overflow.
+        >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
     Args:
-        model: from inputs to one output tensor (batch, ...); its gradients are dense.
-        batch: a pair (tuple or list) of inputs and targets with the same first dimension, on the
-            model's device.
-        loss_fn: from the output and the targets to a scalar.
-        optimizer: holds the parameters to be trained; others are not stepped.
-        scaler: needed for float16, and None for any other dtype. Without one no step is skipped.
+        model: from inputs to one output tensor.
+        batch: inputs and targets, two tensors of one length above 0, in a tuple or list.
+        loss_fn: from output and targets to a scalar.
+        optimizer: holds the parameters to train.
+        scaler: for float16, and only for it.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: clip the gradients to this norm; None leaves them.
+        max_norm: above 0; gradients are clipped to this norm.
 
     Raises:
-        ValueError: another dtype; float16 without a scaler, or a scaler without float16; a
-            max_norm that is not positive; a batch that is not a pair, is empty, or whose parts
-            differ in length. Names the value, and nothing has been changed.
+        on anything else.
+
+    Details:
+        1. A parameter without a gradient in this step is not stepped, whatever it had before.
+        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
+        3. A huge but finite gradient is no overflow: its norm is finite, and it can be clipped.
+        4. `dtype` holds inside an autocast of the caller too, float32 included.
+        5. After an error in model, loss or optimizer no weight has changed.
     """
     raise NotImplementedError
 
@@ -87,23 +94,37 @@ def train_step(
 
 
 class LossScaler:
-    """A dynamic loss scaler: as large a scale as the gradients bear, found by trial.
+    """A dynamic loss scaler that behaves as torch.amp.GradScaler.
 
-    Multiplying the loss lifts small gradients over float16's smallest number (6e-8). When a
-    gradient overflows, the step is skipped and the scale falls; after `growth_interval` good steps
-    in a row it grows. It behaves as torch.amp.GradScaler does, for any number of optimizers between
-    two updates, and the two can read each other's state.
+        scale     multiplies a loss of any dtype in float32, and keeps its graph
+        unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
+        step      unscales if that was not done, then steps unless something was found
+        update    scale x backoff_factor after an overflow; scale x growth_factor after
+                  `growth_interval` good updates in a row
+        state     plain numbers under GradScaler's keys; each can load the other's
+
+        >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: the first scale.
-        growth_factor: multiplies the scale after `growth_interval` good steps in a row; a growth
-            that would leave float32 does not happen.
-        backoff_factor: multiplies the scale at an update when any optimizer saw an overflow.
-        growth_interval: in updates.
+        init_scale: the first scale, positive and finite.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: at least 1.
 
     Raises:
-        ValueError: init_scale not positive and finite, growth_factor not above 1, backoff_factor
-            not between 0 and 1, growth_interval below 1; names the value.
+        on options out of range.
+
+    Details:
+        1. Optimizers share the scale: each is skipped for its own overflow only, and one update
+           ends the step of all.
+        2. A growth that would leave float32 does not happen.
+        3. A float16 gradient is a ValueError, and nothing is divided: the model was cast. Other
+           dtypes are fine.
+        4. A huge but finite gradient is no overflow.
+        5. unscale_ works on one gradient at a time, in less than two gradients' memory.
+        6. A parameter without a gradient is left alone.
+        7. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
+           after its step, update before either.
     """
 
     def __init__(
@@ -120,43 +141,27 @@ class LossScaler:
         raise NotImplementedError
 
     def scale(self, outputs: Tensor) -> Tensor:
-        """`outputs` (a tensor of any dtype) times the scale, with its graph."""
+        """The scaled loss."""
         raise NotImplementedError
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of `optimizer`'s parameters by the scale, in place, and look for
-        infinities and NaNs in every one of them.
-
-        Raises:
-            RuntimeError: called twice for one optimizer since the last update, or after its step.
-            ValueError: a gradient is float16: the model was cast, not autocast. Nothing is divided.
-        """
+        """Unscale in place."""
         raise NotImplementedError
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step `optimizer`, unless one of its gradients is infinite or NaN; unscale first if that
-        has not been done.
-
-        Raises:
-            RuntimeError: called twice for one optimizer since the last update.
-        """
+        """Step, unless gradients have overflowed."""
         raise NotImplementedError
 
     def update(self) -> None:
-        """Set the scale for the next step: lower after an overflow, higher after a run without.
-
-        Raises:
-            RuntimeError: no optimizer was unscaled or stepped since the last update.
-        """
+        """Set the scale for the next step."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers under the keys of torch.amp.GradScaler: scale, growth_factor,
-        backoff_factor, growth_interval and _growth_tracker (good steps in a row so far)."""
+        """For a checkpoint."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Go on from there."""
         raise NotImplementedError
 
 
@@ -174,14 +179,14 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    """One train_step for each batch; the results in order.
+    """One train_step for each batch, with the same options; results in order.
 
-    Batches are taken one at a time. The scheduler advances once after each step that was taken and
-    stays where it is after a skipped one. But for the results, memory does not grow with the number
-    of steps.
+        batches    taken one at a time
+        scheduler  advances after each step that was taken
+        memory     does not grow with the number of steps
 
     Raises:
-        ValueError: as train_step, before the step with the bad value.
+        as train_step.
     """
     raise NotImplementedError
 
@@ -193,9 +198,13 @@ def save_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Write all that the next step depends on to the file `path`, the random state included.
+    """Write what the next step depends on to a file.
 
-    A save that fails leaves the file that was there before, and nothing else.
+        saved   the state of each argument, and torch's random state on every device
+        atomic  a save that fails leaves the file from before, and no other file
+
+    Args:
+        path: string or path.
     """
     raise NotImplementedError
 
@@ -207,12 +216,12 @@ def load_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Bring everything back to where save_checkpoint found it, so that training goes on to the same
-    bits as if it had never stopped; the caller gives the batches from there on.
+    """Restore what save_checkpoint has written.
+
+        resume  the next steps give the same bits as without the stop
 
     Raises:
-        ValueError: a scaler or a scheduler was saved and none is given, or the other way round;
-            names it, and nothing has been changed.
+        a scaler or scheduler was saved and none is given, or the other way round.
     """
     raise NotImplementedError
 
@@ -223,24 +232,26 @@ def load_checkpoint(
 class MasterWeights:
     """Trains a 16-bit model through a float32 copy of its trainable weights.
 
-    bfloat16 has 8 bits of precision: 1.0 + 0.003 is 1.0 again, and such an update would be lost for
-    ever. The copy adds the updates up until they are large enough to show in 16 bits.
-
-    Bytes a trainable parameter, with Adam: 2 (weight) + 2 (gradient) + 4 (master) + 8 (moments).
-    Float32 gradients exist only during a step. Frozen parameters get no copy, tied ones get one.
+        masters  float32 leaves, one for each trainable parameter, in the model's order
+        step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
+                 rounded. Returns False, and moves nothing, if a gradient is infinite or NaN
+        memory   with Adam 16 bytes a parameter: 2 weight, 2 gradient, 4 master, 8 moments
+        state    the masters and the optimizer's state
 
     Args:
-        model: its trainable parameters are all float16 or bfloat16.
-        make_optimizer: from the list of float32 masters, in the order of the model's trainable
-            parameters, to an optimizer over them.
-
-    Attributes:
-        masters: the float32 leaf tensors, in that order.
-        optimizer: what `make_optimizer` made of them.
+        model: its trainable parameters are float16 or bfloat16.
+        make_optimizer: from the list of masters to an optimizer over them.
 
     Raises:
-        ValueError: a trainable parameter has another dtype (names the parameter and the dtype), or
-            there is none.
+        a trainable parameter of another dtype (with its name and dtype), or none at all; a
+        loss_scale that is not positive and finite; a state with another number of masters.
+
+    Details:
+        1. The gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
+        2. A frozen parameter has no master and may have any dtype. A tied one has one master.
+        3. A parameter without a gradient is left alone, and so are its moments.
+        4. A huge but finite gradient is a step.
+        5. A loaded state is copied: training goes on without changing what was saved.
     """
 
     def __init__(
@@ -253,27 +264,16 @@ class MasterWeights:
         raise NotImplementedError
 
     def step(self, loss_scale: float = 1.0) -> bool:
-        """Step the masters with the 16-bit gradients divided by `loss_scale`, and round them into
-        the model. Returns whether the step was taken: not if a gradient is infinite or NaN.
-
-        The 16-bit gradients stay until zero_grad. A parameter without a gradient is left alone.
-
-        Raises:
-            ValueError: loss_scale is not positive and finite; names it.
-        """
+        """Step the masters and round them into the model; whether the step was taken."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The "masters" (a list) and the "optimizer" state; the model is the masters, rounded."""
+        """The "masters", a list, and the "optimizer" state."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`, and round the masters into the model.
-
-        Raises:
-            ValueError: another number of masters; names both, and nothing has been changed.
-        """
+        """Go on from `state_dict`, and round the masters into the model."""
         raise NotImplementedError
 
 
-# untouched stub aeaba4d18c97
+# untouched stub d4f4f706c946

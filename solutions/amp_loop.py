@@ -1,7 +1,7 @@
 """AMP loop: train in mixed precision without losing a gradient or a byte.
 
-    untouched  modes, hooks, training flags, random state and the caller's data stay as they were,
-               after an error too
+    untouched  modes, hooks, training flags and the caller's data stay as they were, after an error
+               too; no seed is set
 
 Errors are ValueError unless it says otherwise, name the offending value, and are raised before
 anything is changed.

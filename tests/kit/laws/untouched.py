@@ -30,13 +30,13 @@ from kit.private_torch import dispatch_modes
 # What each observable means for the one who changed it.
 _CAUSES = {
     "training": "train() or eval() is called: the mode is the caller's business",
-    "hooks": "a hook is registered and never removed",
+    "hooks": "a hook is left behind, or one of the caller's is removed",
     "attributes": "something is set on the object and stays there",
     "requires_grad": "requires_grad is switched and not switched back",
     "data": "the caller's tensor is changed in place",
     "autocast": "autocast is set by hand and not set back; `with` does that, after an error too",
     "grad mode": "grad mode is set by hand and not set back",
-    "dispatch modes": "a mode is entered by hand and not left",
+    "dispatch modes": "a mode is entered by hand and not left, or the caller's is left too",
     "random": "a seed is set, or random numbers are drawn that nobody asked for",
     "garbage": "the garbage collector is switched off and not on again",
 }
