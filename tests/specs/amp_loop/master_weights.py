@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,49 +17,45 @@ from torch import Tensor, nn
 from kit.laws import draw
 from kit.laws.checks import check_equal
 from kit.laws.sequences import for_all
-from kit.laws.toys import mlp
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.003),
 }
-VALUES = (1.0, -0.5, 2.0**-14, 3e4, 3e38)  # the last is infinite in float16
-OVERFLOWS = (math.inf, -math.inf, math.nan)
+INF = math.inf
+OVERFLOWS = (INF, -INF, math.nan)
 
 
 def layer(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
     """Weights of 1 and more, where 16 bits are coarse."""
     draw.seed(4)
-    made = mlp(5, 3, device=device)[0]
+    made = nn.Linear(5, 3)
     with torch.no_grad():
         made.weight += 1.0
-    return made.to(dtype)
+    return made.to(device, dtype)
 
 
-def tangled(device: torch.device, dtype: torch.dtype) -> nn.Sequential:
-    """A frozen float32 layer, and two 16-bit layers that share their weight."""
+def tangled(device: torch.device) -> nn.Sequential:
+    """A frozen float32 layer, and two bfloat16 layers that share their weight."""
+    draw.seed(4)
     frozen, one, other = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5)
     frozen.requires_grad_(False)
     other.weight = one.weight
-    return nn.Sequential(frozen, one.to(dtype), other.to(dtype)).to(device)
+    return nn.Sequential(frozen, one.bfloat16(), other.bfloat16()).to(device)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def give_gradients(model: nn.Module, value: float) -> None:
-    """The same 16-bit gradient for every trainable parameter."""
-    for p in trainable(model):
-        p.grad = torch.full_like(p, value)
-
-
-def train(trainer: Any, model: nn.Module, gradients: tuple[float, ...]) -> None:
-    """A step for each of these gradients."""
+def train(trainer: Any, model: nn.Module, *gradients: float) -> list[bool]:
+    """A step for each of these gradients; what step() said."""
+    said = []
     for value in gradients:
-        give_gradients(model, value)
-        trainer.step()
+        _backward(model, Call("backward", value))
+        said.append(trainer.step())
+    return said
 
 
 @dataclass(frozen=True)
@@ -72,17 +69,33 @@ class Call:
     loss_scale: float = 1.0
 
     def __str__(self) -> str:
-        if self.name == "backward":
-            bad = f", {self.bad} at the end of the last" if self.bad is not None else ""
-            without = f", none for parameter {self.missing}" if self.missing is not None else ""
-            return f"backward({self.value:g}{bad}{without})"
-        return f"step({self.loss_scale:g})" if self.name == "step" else self.name
+        if self.name != "backward":
+            return f"step({self.loss_scale:g})" if self.name == "step" else self.name
+        bad = f", {self.bad} at the end of the last" if self.bad is not None else ""
+        without = f", none for parameter {self.missing}" if self.missing is not None else ""
+        return f"backward({self.value:g}{bad}{without})"
+
+
+def calls(
+    value: Sequence[float] = (1.0, -0.5, 2.0**-14, 3e4),
+    bad: Sequence[float | None] = (None,),
+    missing: Sequence[int | None] = (None,),
+    loss_scale: Sequence[float] = (1.0, 8.0, 65536.0, 2.0**-8),
+    between: Sequence[str] = ("zero_grad", "reload"),
+) -> st.SearchStrategy[list[Call]]:
+    """Backward passes, each with a step after it, and perhaps one of `between`."""
+    pick = st.sampled_from
+    gradients = st.builds(Call, st.just("backward"), pick(value), pick(bad), pick(missing))
+    step = st.builds(Call, st.just("step"), loss_scale=pick(loss_scale))
+    more = st.lists(st.builds(Call, pick(between)), max_size=1)
+    rounds = st.lists(st.tuples(gradients, step, more), min_size=1, max_size=6)
+    return rounds.map(lambda made: [call for g, s, others in made for call in (g, s, *others)])
 
 
 class Twin:
     """What the contract asks for: float32 copies, trained as if there were nothing else."""
 
-    def __init__(self, model: nn.Module, make_optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.weights = trainable(model)
         self.masters = [p.detach().float().requires_grad_() for p in self.weights]
         self.optimizer = make_optimizer(self.masters)
@@ -101,18 +114,6 @@ class Twin:
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.data = master.detach().to(weight.dtype)
         return True
-
-
-def calls(**kinds: Any) -> st.SearchStrategy[list[Call]]:
-    """Backward passes, each with a step after it and perhaps a zero_grad or a reload."""
-    gradients = st.builds(Call, st.just("backward"), st.sampled_from(VALUES), **kinds)
-    step = st.builds(
-        Call, st.just("step"), loss_scale=st.sampled_from((1.0, 8.0, 65536.0, 2.0**-8))
-    )
-    between = st.lists(st.sampled_from([Call("zero_grad"), Call("reload")]), max_size=1)
-    return st.lists(st.tuples(gradients, step, between), min_size=1, max_size=6).map(
-        lambda rounds: [call for g, s, b in rounds for call in (g, s, *b)]
-    )
 
 
 def hold(
@@ -139,18 +140,30 @@ def _agree(
             _backward(model, call)
             _backward(other, call)
         elif call.name == "reload":
-            state = copy.deepcopy(mine.state_dict())
-            mine = answer.MasterWeights(model, make)
-            mine.load_state_dict(state)
+            mine = reloaded(answer, mine, model, make)
+        elif call.name == "new_rate":
+            for trainer in (mine, true):
+                trainer.optimizer.param_groups[0]["lr"] *= 0.5
         elif call.name == "zero_grad":
             mine.zero_grad()
             true.zero_grad()
         else:
             got, want = mine.step(call.loss_scale), true.step(call.loss_scale)
             check_equal(got, want, f"the result of step() after {so_far}", cause=cause)
-        check_equal(
-            _seen(mine, model), _seen(true, other), f"the trainer after {so_far}", cause=cause
-        )
+        got, want = _seen(mine, model), _seen(true, other)
+        check_equal(got, want, f"the trainer after {so_far}", cause=cause)
+
+
+def reloaded(answer: ModuleType, trainer: Any, model: nn.Module, make: MakeOptimizer) -> Any:
+    """A new trainer that goes on from a file, with a model whose weights are lost."""
+    file = io.BytesIO()
+    torch.save(trainer.state_dict(), file)
+    file.seek(0)
+    for weight in trainable(model):
+        weight.data = weight.data * 2
+    new = answer.MasterWeights(model, make)
+    new.load_state_dict(torch.load(file, weights_only=True))
+    return new
 
 
 def _backward(model: nn.Module, call: Call) -> None:
@@ -171,5 +184,5 @@ def _seen(trainer: Any, model: nn.Module) -> dict[str, Any]:
         "weights": {name: p.detach() for name, p in params.items()},
         "16-bit gradients": gradients,
         "masters": {n: master.detach() for n, master in enumerate(trainer.masters)},
-        "optimizer": trainer.optimizer.state_dict()["state"],
+        "optimizer": trainer.optimizer.state_dict(),
     }
