@@ -188,6 +188,10 @@ def set_allocator_settings(settings: str) -> None:
         torch.cuda.memory._set_allocator_settings(settings)
 
 
+leaf_hooks = attrgetter("_backward_hooks")
+"""The hooks on the gradient of a tensor, or None: nothing public lists them."""
+
+
 # Ranks
 
 

@@ -322,6 +322,15 @@ def canary_set_allocator_settings():
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()), kept.shape
 
 
+def canary_leaf_hooks():
+    leaf = torch.ones(2, requires_grad=True)
+    assert not private.leaf_hooks(leaf)
+    handle = leaf.register_hook(lambda grad: None)
+    assert len(private.leaf_hooks(leaf)) == 1
+    handle.remove()
+    assert not private.leaf_hooks(leaf)
+
+
 def canary_import_dynamo():
     private.import_dynamo()
     before = set(sys.modules)

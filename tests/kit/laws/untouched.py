@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from kit.answers.reset_torch import saved_tensors_hooks_in_force
 from kit.laws.checks import UNTOUCHED, SpecFailure
-from kit.private_torch import dispatch_modes
+from kit.private_torch import dispatch_modes, leaf_hooks
 
 # What each observable means for the one who changed it.
 _CAUSES = {
@@ -168,9 +168,7 @@ def _looks(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
         yield (
             "hooks of parameters",
-            lambda: {
-                n: len(p._backward_hooks or ()) for n, ref in leaves if (p := ref()) is not None
-            },
+            lambda: {n: len(leaf_hooks(p) or ()) for n, ref in leaves if (p := ref()) is not None},
         )
     elif isinstance(value, Optimizer):
         yield "hooks of the optimizer", lambda: _hooks(vars(value))
