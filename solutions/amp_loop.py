@@ -60,14 +60,14 @@ def train_step(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> StepResult:
-    """One training step of a float32 model, with forward pass and loss in `dtype`.
+    """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for the forward pass and the loss, off for the backward pass
-        loss       computed from the output in float32; returned unscaled, float32, detached
+        loss       of the output as float32; returned unscaled, float32, detached
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler has skipped the optimizer's step
-        memory     activations in 16 bits; the output does not outlive the loss
+        memory     activations in 16 bits; the output is gone before the backward pass
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
@@ -76,19 +76,19 @@ def train_step(
         batch: inputs and targets, two tensors of one length above 0, in a tuple or list.
         loss_fn: from output and targets to a scalar.
         optimizer: holds the parameters to train.
-        scaler: for float16, and only for it.
+        scaler: needed for float16, None for the others.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: above 0; gradients are clipped to this norm.
+        max_norm: above 0; clips to this norm.
 
     Raises:
-        on anything else.
+        on another dtype, scaler, max_norm or batch.
 
     Details:
         1. A parameter without a gradient in this step is not stepped, whatever it had before.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
-        3. A huge but finite gradient is no overflow: its norm is finite, and it can be clipped.
+        3. A huge but finite gradient such as 1e30 is no overflow: it has a norm, can be clipped.
         4. `dtype` holds inside an autocast of the caller too, float32 included.
-        5. After an error in model, loss or optimizer no weight has changed.
+        5. An error in model, loss or optimizer comes through, and no step is taken.
     """
     _check_step(batch, scaler, dtype, max_norm)
     inputs, targets = batch
@@ -181,7 +181,7 @@ class LossScaler:
         3. A float16 gradient is a ValueError, and nothing is divided: the model was cast. Other
            dtypes are fine.
         4. A huge but finite gradient is no overflow.
-        5. unscale_ works on one gradient at a time, in less than two gradients' memory.
+        5. unscale_ takes less memory than two more gradients, however many there are.
         6. A parameter without a gradient is left alone.
         7. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
@@ -382,10 +382,11 @@ def load_checkpoint(
 class MasterWeights:
     """Trains a 16-bit model through a float32 copy of its trainable weights.
 
-        masters  float32 leaves, one for each trainable parameter, in the model's order
+        masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
+                 `optimizer` is what `make_optimizer` has made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
                  rounded. Returns False, and moves nothing, if a gradient is infinite or NaN
-        memory   with Adam 16 bytes a parameter: 2 weight, 2 gradient, 4 master, 8 moments
+        memory   between steps with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
     Args:

@@ -154,7 +154,7 @@ NO_PAIRS: dict[str, tuple[object, ...]] = {
     "1 input and 6 targets": ((torch.ones(1, 7), torch.ones(6, 5)), "1", "6"),
     "three tensors": ((torch.ones(2, 7), torch.ones(2, 5), torch.ones(2)),),
     "one tensor of two rows": (torch.ones(2, 7),),
-    "a dict": ({"x": torch.ones(2, 7), "y": torch.ones(2, 5)}, "dict"),
+    "a dict": ({"x": torch.ones(2, 7), "y": torch.ones(2, 5)},),
 }
 
 

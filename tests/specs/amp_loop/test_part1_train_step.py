@@ -16,10 +16,6 @@ from specs.amp_loop.laws import STEP
 
 
 class TestPart1TrainStep:
-    """Part 1: train_step - one step in any precision"""
-
-    subject = "train_step"
-
     @pytest.mark.works("train_step", "loss")
     @DTYPES
     def test_does_the_step_that_one_can_do_by_hand(self, answer, device, dtype):
@@ -190,7 +186,7 @@ class TestPart1TrainStep:
         STEP.hold(answer, device, "the caller's mode")
 
     @pytest.mark.survives("train_step", 5)
-    def test_after_an_error_no_weight_has_changed(self, answer, device):
+    def test_an_error_comes_through_and_no_step_is_taken(self, answer, device):
         STEP.hold(answer, device, "errors")
 
     @pytest.mark.survives("train_step", "Raises")

@@ -32,10 +32,6 @@ STEP = st.just(Call("step"))
 
 
 class TestPart2LossScaler:
-    """Part 2: LossScaler - a dynamic loss scaler written by hand"""
-
-    subject = "LossScaler"
-
     @pytest.mark.works("LossScaler", "unscale_")
     def test_a_step_by_hand(self, answer, device):
         """Scale 8, a gradient of 3: scaled 24, unscaled 3, and with lr 1 the weight is 5 - 3."""

@@ -21,10 +21,6 @@ PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 
 
 class TestPart3Train:
-    """Part 3: train, save_checkpoint and load_checkpoint - many steps, stopped and resumed"""
-
-    subject = "train"
-
     @pytest.mark.works("train", "batches")
     def test_takes_a_step_for_each_batch(self, answer, device):
         RUN.hold(answer, device, "batches")

@@ -26,10 +26,6 @@ from specs.amp_loop.master_weights import (
 
 
 class TestPart4MasterWeights:
-    """Part 4: MasterWeights - a 16-bit model that learns from small updates"""
-
-    subject = "MasterWeights"
-
     @pytest.mark.works("MasterWeights", "step")
     @HALVES
     def test_learns_from_updates_too_small_for_sixteen_bits(self, answer, device, dtype):
