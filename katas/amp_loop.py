@@ -235,7 +235,7 @@ class MasterWeights:
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
                  `optimizer` is what `make_optimizer` has made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded. Returns False, and moves nothing, if a gradient is infinite or NaN
+                 rounded. Returns False, and moves nothing, if such a gradient is infinite or NaN
         memory   between steps with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
@@ -252,7 +252,7 @@ class MasterWeights:
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
         3. A parameter without a gradient is left alone, and so are its moments.
         4. A huge but finite gradient is a step.
-        5. A loaded state is copied: training goes on without changing what was saved.
+        5. A loaded state is copied: training does not change what was saved.
     """
 
     def __init__(
@@ -277,4 +277,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 5024798c1433
+# untouched stub 3e44b01dfea0

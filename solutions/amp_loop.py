@@ -11,6 +11,7 @@ Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -101,11 +102,11 @@ def train_step(
         # it would live through the backward pass.
         loss = loss_fn(model(inputs).float(), targets)
 
-    # Outside autocast: backward runs each operation in the dtype that its forward had.
-    if scaler is None:
-        loss.backward()
-    else:
-        scaler.scale(loss).backward()
+    # Outside autocast, the caller's too: backward runs each operation in the dtype that its
+    # forward had.
+    with torch.autocast(inputs.device.type, enabled=False):
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is not None:
         # Unscale before anything looks at the gradients: scaled ones are 65536 times too long,
         # and clipping those would leave a step of next to nothing.
         scaler.unscale_(optimizer)
@@ -145,9 +146,11 @@ def _check_step(
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f"batch must be a pair of tensors, not {type(batch).__name__}")
-    inputs, targets = batch
-    if len(inputs) != len(targets) or len(inputs) == 0:
-        raise ValueError(f"as many inputs as targets, and some: {len(inputs)}, {len(targets)}")
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else part for part in batch]
+    if not all(isinstance(shape, tuple) and shape for shape in shapes):
+        raise ValueError(f"batch must be two tensors with rows, not {shapes}")
+    if len(batch[0]) != len(batch[1]) or len(batch[0]) == 0:
+        raise ValueError(f"as many inputs as targets, and some: {shapes}")
 
 
 # Part 2
@@ -200,7 +203,7 @@ class LossScaler:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
         if not 0 < backoff_factor < 1:
             raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}")
-        if growth_interval < 1:
+        if not growth_interval >= 1:
             raise ValueError(f"growth_interval must be at least 1, not {growth_interval}")
         self._scale = init_scale
         self._growth_factor = growth_factor
@@ -217,8 +220,8 @@ class LossScaler:
 
     def scale(self, outputs: Tensor) -> Tensor:
         """The scaled loss."""
-        # A tensor, because a float16 loss times a Python number stays float16, and overflows.
-        return outputs * torch.tensor(self._scale, device=outputs.device)
+        # Widened first: a float16 loss times 65536 is infinite.
+        return outputs.float() * self._scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale in place."""
@@ -231,7 +234,7 @@ class LossScaler:
             grad.mul_(1.0 / self._scale)
         # The extremes of a tensor are infinite or NaN if any element is, and need no copy; a sum
         # or a norm would overflow by itself. Only `not` waits for the device, once for all.
-        extremes = [extreme for grad in grads for extreme in grad.aminmax()]
+        extremes = [extreme for grad in grads if grad.numel() for extreme in grad.aminmax()]
         finite = torch.stack(extremes).isfinite().all() if extremes else True
         self._overflow[id(optimizer)] = not finite
 
@@ -385,7 +388,7 @@ class MasterWeights:
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
                  `optimizer` is what `make_optimizer` has made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded. Returns False, and moves nothing, if a gradient is infinite or NaN
+                 rounded. Returns False, and moves nothing, if such a gradient is infinite or NaN
         memory   between steps with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
@@ -402,7 +405,7 @@ class MasterWeights:
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
         3. A parameter without a gradient is left alone, and so are its moments.
         4. A huge but finite gradient is a step.
-        5. A loaded state is copied: training goes on without changing what was saved.
+        5. A loaded state is copied: training does not change what was saved.
     """
 
     def __init__(
@@ -454,4 +457,5 @@ class MasterWeights:
         for weight, master, value in zip(self._weights, self.masters, saved, strict=True):
             master.copy_(value)
             weight.copy_(master)
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        # An optimizer takes the tensors of a state as they are, and would go on in the saved ones.
+        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))

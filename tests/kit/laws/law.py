@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import ModuleType
@@ -30,9 +29,7 @@ from kit.laws import differences as words
 from kit.laws.checks import SpecFailure, fail
 from kit.laws.trace import Described, Planted, PlantedInterrupt, Trace, World, observe
 
-# The oracle computes in the same precision, so only the order of sums may differ. Inside an
-# autocast of the caller the backward pass may run in it or not.
-_NEAR, _NEAR_UNDER_AUTOCAST = 1e-4, 2**-5
+_NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
 _EXACT = 1e-9  # of numbers that nobody rounds
 
 # (observable, when): nothing is asked of an observable that matches, in such a world.
@@ -107,7 +104,7 @@ class Law:
     def _differences(self, scenario: str, got: Trace, want: Trace) -> list[Difference]:
         """Where the law is broken; the first is the one to show."""
         world = want["_world"]
-        rtol = _tolerance(world)
+        rtol = _NEAR
         found = []
         for name in dict.fromkeys([*want, *got]):
             if name.startswith("_") or self._is_free(name, want):
@@ -152,9 +149,9 @@ class Law:
 
     def _suspect(self, answer: ModuleType, first: Difference, device: torch.device) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in the others."""
-        # Of the other groups a quarter, which takes turns through the precisions, is enough.
+        # Of the other groups a half, which takes turns through the precisions, is enough.
         group = next(g for g in self.groups.values() if first.scenario in g)
-        tried = [first.scenario, *group, *[*self.scenarios][::4]]
+        tried = [first.scenario, *group, *[*self.scenarios][::2]]
         scenarios = dict.fromkeys(tried)
         mine = {first.scenario: self._pattern(answer, first.scenario, device)}
         if not mine[first.scenario]:
@@ -165,7 +162,7 @@ class Law:
                     mine[scenario] = self._pattern(answer, scenario, device)
                 if (name, scenario) not in self._guesses:
                     self._guesses[name, scenario] = self._pattern(module, scenario, device)
-                rtol = _tolerance(self._wanted(scenario, device)["_world"])
+                rtol = _NEAR
                 if not same(mine[scenario], self._guesses[name, scenario], rtol):
                     break
             else:
@@ -179,7 +176,7 @@ class Law:
             got = self._see(module, scenario, device)
         except Exception:
             return None
-        rtol = _tolerance(want["_world"])
+        rtol = _NEAR
         pattern = {
             name: value
             for name, value in got.items()
@@ -210,10 +207,6 @@ def _is_named(got: Trace, want: Trace) -> bool:
     """Whether the message of a refusal names what it should."""
     is_refused = want["outcome"] == got["outcome"] == "ValueError"
     return not is_refused or all(word in str(got["_error"]) for word in want["_world"].mentions)
-
-
-def _tolerance(world: World) -> float:
-    return _NEAR if world.outer is nullcontext else _NEAR_UNDER_AUTOCAST
 
 
 def _narrowed(scenario: str, name: str, want: Any, got: Any, rtol: float) -> Difference:

@@ -142,11 +142,17 @@ def trained_before(w: World) -> None:
     w.after.append(twist)
 
 
-def huge(w: World) -> None:
-    """A gradient whose square is not a float32."""
-    leaf = w.extra["huge"] = nn.Parameter(torch.zeros(2))
-    w.loss = lambda out, y: mse(out, y) + leaf.sum() * 1e30
-    w.sgd, w.tags = {"lr": 1e-25}, {*w.tags, "huge"}
+def huge(value: float) -> Twist:
+    """Two gradients of this size, whose squares are no float32."""
+
+    def twist(w: World) -> None:
+        leaf = w.extra["huge"] = nn.Parameter(torch.zeros(2))
+        w.loss = lambda out, y: mse(out, y) + leaf.sum() * value
+        w.sgd = {"lr": 1e-25}
+        if value * math.sqrt(2) > torch.finfo(torch.float32).max:
+            w.tags = {*w.tags, "norm beyond float32"}
+
+    return twist
 
 
 def gradient(value: float, at: int = 1) -> Twist:

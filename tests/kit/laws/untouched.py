@@ -124,6 +124,8 @@ def _in_force() -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "inference grad mode": torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "precision of matrix products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "dispatch modes in force": len(dispatch_modes()),
         "hooks on saved tensors": saved_tensors_hooks_in_force(),

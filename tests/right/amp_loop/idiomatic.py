@@ -113,7 +113,8 @@ def train_step(
     for p, _ in others:
         p.grad = None
     try:
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        with torch.autocast(inputs.device.type, enabled=False):
+            (loss if scaler is None else scaler.scale(loss)).backward()
     finally:
         for p, grad in others:
             p.grad = grad

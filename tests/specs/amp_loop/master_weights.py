@@ -37,12 +37,12 @@ def layer(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Linea
 
 
 def tangled(device: torch.device) -> nn.Sequential:
-    """A frozen float32 layer, and two bfloat16 layers that share their weight."""
+    """A frozen float32 layer, two bfloat16 layers that share their weight, a float16 one."""
     draw.seed(4)
-    frozen, one, other = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5)
+    frozen, one, other, last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
     frozen.requires_grad_(False)
     other.weight = one.weight
-    return nn.Sequential(frozen, one.bfloat16(), other.bfloat16()).to(device)
+    return nn.Sequential(frozen, one.bfloat16(), other.bfloat16(), last.half()).to(device)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -80,7 +80,7 @@ def calls(
     value: Sequence[float] = (1.0, -0.5, 2.0**-14, 3e4),
     bad: Sequence[float | None] = (None,),
     missing: Sequence[int | None] = (None,),
-    loss_scale: Sequence[float] = (1.0, 8.0, 65536.0, 2.0**-8),
+    loss_scale: Sequence[float] = (1.0, 8.0, 2.0**26, 2.0**-8),
     between: Sequence[str] = ("zero_grad", "reload"),
 ) -> st.SearchStrategy[list[Call]]:
     """Backward passes, each with a step after it, and perhaps one of `between`."""

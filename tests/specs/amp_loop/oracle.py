@@ -24,7 +24,8 @@ def train_step(w: World) -> Step:
         p.grad = None
     with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
         loss = w.loss_fn(w.model(inputs).float(), targets)
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    with torch.autocast(w.device.type, enabled=False):
+        (loss if scaler is None else scaler.scale(loss)).backward()
     if scaler is not None:
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in _held(w) if p.grad is not None]

@@ -114,14 +114,17 @@ IN_EACH_PRECISION: dict[str, dict[str, tuple[Twist, ...]]] = {
         "Adam": (put(adam={"lr": 0.01}),),
     },
     "a list": {"pairs in lists": (in_lists,)},
-    "no gradient": {"a parameter without a gradient": (unused,)},
+    "no gradient": {
+        "a parameter without a gradient": (unused,),
+        "a parameter without a gradient, clipped": (unused, HALF),
+    },
     "foreign parameters": {
         "a frozen parameter": (frozen, HALF),
         "a foreign parameter": (foreign, HALF),
     },
     "huge gradients": {
-        "a gradient of 1e30": (huge,),
-        "a gradient of 1e30, clipped": (huge, option(max_norm=3.0), put(sgd={"lr": 0.5})),
+        "a gradient of 1e30": (huge(1e30),),
+        "a gradient of 1e30, clipped": (huge(1e30), option(max_norm=3.0), put(sgd={"lr": 0.5})),
     },
     "the caller's autocast": {
         "inside bfloat16": (inside_autocast(torch.bfloat16),),
@@ -137,15 +140,22 @@ IN_EACH_PRECISION: dict[str, dict[str, tuple[Twist, ...]]] = {
     "errors": {
         "the model fails": (trained_before, fails("model")),
         "Ctrl-C in the model": (trained_before, fails("model", 1, PlantedInterrupt)),
-        "the loss fails": (trained_before, fails("loss")),
+        "the loss fails": (trained_before, foreign, fails("loss")),
         "the optimizer fails": (trained_before, fails("step", 2)),
     },
 }
 IN_FLOAT16: dict[str, dict[str, tuple[Twist, ...]]] = {
     "a large scale": {
         "a scale of 65536": (put(scaler={"init_scale": 65536.0}, loss=lambda out, y: out.mean()),),
+        "a loss of 1e37": (put(loss=lambda out, y: mse(out, y) + 1e37),),
         "a scale that grows": (put(scaler={"init_scale": 64.0, "growth_interval": 1}),),
         "a scale that grows next": (put(scaler={"init_scale": 64.0, "growth_interval": 2}),),
+    },
+    "skipped in float16": {
+        "gradients of 3e38, whose norm is not finite": (
+            huge(3e38),
+            put(scaler={"init_scale": 1.0}),
+        ),
     },
 }
 NO_PAIRS: dict[str, tuple[object, ...]] = {
@@ -154,6 +164,9 @@ NO_PAIRS: dict[str, tuple[object, ...]] = {
     "1 input and 6 targets": ((torch.ones(1, 7), torch.ones(6, 5)), "1", "6"),
     "three tensors": ((torch.ones(2, 7), torch.ones(2, 5), torch.ones(2)),),
     "one tensor of two rows": (torch.ones(2, 7),),
+    "lists of numbers": (([1.0, 2.0], [1.0, 2.0]),),
+    "tensors without rows": ((torch.ones(()), torch.ones(())),),
+    "a tensor and None": ((torch.ones(2, 7), None),),
     "a dict": ({"x": torch.ones(2, 7), "y": torch.ones(2, 5)},),
 }
 
@@ -202,6 +215,7 @@ TRAIN = {
                 "a clipped run": (HALF,),
                 "no batches": (lambda w: w.batches.clear(),),
                 "dropout": (insert(lambda: nn.Dropout(0.5)),),
+                "dropout in eval mode": (insert(lambda: nn.Dropout(0.5), train=False),),
                 "no schedule": (put(gamma=None),),
             },
             "errors": {

@@ -17,6 +17,8 @@ from kit.memory.ruler import measure
 from specs.amp_loop.laws import RUN
 from specs.amp_loop.runs import BATCHES, FAILURES, fails, go_on, load, run, save
 
+# A name may have any suffix, or none.
+NAMES = ["run.pt", "run.tmp", "run", "run.pt.partial", "run.pt.tmp", ".run"]
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 
 
@@ -90,7 +92,7 @@ class TestPart3Train:
         want = whole.now() | {"schedule": whole.scheduler.state_dict()}
         cause = "it is not saved, or not loaded, or what came after the save has leaked into it"
         for stop in range(BATCHES):
-            path = tmp_path / f"{stop}.pt"
+            path = tmp_path / NAMES[stop]
             first = run(precision, device)
             go_on(first, 0, stop)
             save(answer, path, first)
