@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import inspect
 import math
 import random
 import weakref
@@ -20,6 +21,7 @@ from kit.laws import untouched
 from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, check_equal
 from kit.laws.differences import differences
 from kit.laws.law import Law
+from kit.laws.scenarios import scenarios
 from kit.laws.sequences import for_all
 
 T = torch.tensor
@@ -144,6 +146,29 @@ def test_a_call_that_leaves_all_as_it_was_passes_and_keeps_nothing_alive():
     del tensor
     assert _answer(f).f(data) == 3
     assert gone == [True]
+
+
+@scenarios("grad mode")
+def sees(answer, device, name, want, call):
+    return call(), want
+
+
+class Worlds:
+    @sees("a guess")
+    def spec(self):
+        with torch.no_grad():
+            yield "the caller's no_grad", False, torch.is_grad_enabled
+            yield "one that is broken", True, torch.is_grad_enabled
+            yield "where things lie", torch.device("meta"), lambda: torch.ones(2).device
+
+
+def test_what_a_spec_yields_is_tried_in_what_is_in_force_there():
+    assert [*inspect.signature(Worlds.spec).parameters] == ["self", "answer", "device"]
+    with pytest.raises(
+        SpecFailure, match=r"grad mode .one that is broken; 1 of 3 scenarios. = True"
+    ):
+        Worlds().spec(None, torch.device("meta"))
+    assert torch.is_grad_enabled()
 
 
 def _laws():

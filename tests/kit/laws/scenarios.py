@@ -1,85 +1,121 @@
 """One law over several scenarios: the first that breaks it is shown, and the cause is computed.
 
-    class Sharing:
-        def tied_weights(device): ...
-        def gradients_in_one_flat_buffer(device): ...
+    @scenarios("bytes")
+    def counts(answer, device, name, want, model):
+        return answer.state_bytes(model), want
 
-    check_scenarios(answer, judge, Sharing, "bytes", cause="a guess")
+    class TestPart1:
+        @pytest.mark.exact("state_bytes", "sharing")
+        @counts("a guess at the cause")
+        def test_counts_a_storage_once(self):
+            yield "tied weights", 4 * 19 * 6, tied_model()
+            with torch.no_grad():
+                yield "the caller's no_grad", 4 * 12, torch.nn.Linear(3, 3)
 
-A scenario is a named function that builds a world; those of one law stand in one class, or in a
-dictionary. `judge(answer, scenario)` says what the answer gave in it and what it should give. Where
-a mistake of the catalogue gives the same in every scenario, its belief is the cause.
+A spec yields its scenarios, each with a name; what it makes lies on the device that is judged, and
+what it has entered is in force while the scenario runs. A function like `counts` runs one and says
+what the answer gave and what it should give. Where a mistake of the catalogue gives the same in
+every scenario, its belief is the cause.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from kit.answers.loading import load, sources
 from kit.catalog import find_kata
 from kit.laws.checks import check_equal
 
-Judge = Callable[[ModuleType, Any], tuple[object, object]]
+Judge = Callable[..., tuple[object, object]]
+Worlds = Callable[[], Iterator[tuple[Any, ...]]]
+Given = dict[str, tuple[object, object]]
 
 
-def check_scenarios(
-    answer: ModuleType, judge: Judge, law: type | Mapping[str, Any], what: str, *, cause: str
+def scenarios(what: str) -> Callable[[Judge], Callable[[str], Callable[[Any], Any]]]:
+    """Make of a function that judges one scenario a decorator for specs that yield some.
+
+    Args:
+        what: is compared, in words.
+    """
+
+    def with_judge(judge: Judge) -> Callable[[str], Callable[[Any], Any]]:
+        def with_cause(cause: str) -> Callable[[Any], Any]:
+            def with_worlds(worlds: Any) -> Any:
+                def spec(self: object, answer: ModuleType, device: torch.device) -> None:
+                    __tracebackhide__ = True
+                    _hold(answer, device, judge, functools.partial(worlds, self), what, cause)
+
+                signature = inspect.signature(spec)
+                functools.update_wrapper(spec, worlds)
+                vars(spec)["__signature__"] = signature  # pytest reads it: answer and device
+                return spec
+
+            return with_worlds
+
+        return with_cause
+
+    return with_judge
+
+
+def _hold(
+    answer: ModuleType, device: torch.device, judge: Judge, worlds: Worlds, what: str, cause: str
 ) -> None:
-    """Fail if the answer does not give what it should in each scenario."""
     __tracebackhide__ = True
-    table = vars(law) if isinstance(law, type) else law
-    scenarios = {name: one for name, one in table.items() if not name.startswith("_")}
-    given: dict[str, tuple[object, object]] = {}
-    error: Exception | None = None
-    for name, scenario in scenarios.items():
-        try:
-            given[name] = judge(answer, scenario)
-        except Exception as raised:
-            error = raised
-            break
+    given, error = _given(answer, device, judge, worlds)
     broken = [name for name, (got, want) in given.items() if _differ(got, want)]
     if not broken:
         if error:
             raise error
         return
+    believed = None if error else _believed(given, device, judge, worlds)
     got, want = given[broken[0]]
-    name = broken[0].replace("_", " ") if isinstance(law, type) else broken[0]
-    where = name if len(scenarios) == 1 else f"{name}; {len(broken)} of {len(scenarios)} scenarios"
-    believed = [] if error else [b for b, m in _mistakes() if _gives(m, judge, scenarios, given)]
-    suspects = dict.fromkeys(believed[:1], got)
-    check_equal(got, want, f"{what} ({where})", cause=cause, suspects=suspects)
+    where = f"; {len(broken)} of {len(given)} scenarios" if len(given) > 1 else ""
+    suspects = {believed: got} if believed else {}
+    check_equal(got, want, f"{what} ({broken[0]}{where})", cause=cause, suspects=suspects)
+
+
+def _given(
+    answer: ModuleType, device: torch.device, judge: Judge, worlds: Worlds
+) -> tuple[Given, Exception | None]:
+    """What the answer gives and should give in each scenario, as far as it comes."""
+    given: Given = {}
+    with device, closing(worlds()) as found:  # type: ignore[type-var]
+        try:
+            for name, *world in found:
+                given[name] = judge(answer, device, name, *world)
+        except Exception as error:
+            return given, error
+    return given, None
 
 
 def _differ(got: object, want: object) -> bool:
     return type(got) is not type(want) or got != want
 
 
-def _gives(
-    mistake: ModuleType,
-    judge: Judge,
-    scenarios: Mapping[str, Any],
-    given: Mapping[str, tuple[object, object]],
-) -> bool:
-    """Whether the mistake gives in every scenario what the answer has given."""
-    with suppress(Exception):
-        return all(judge(mistake, scenarios[name])[0] == got for name, (got, _) in given.items())
-    return False
-
-
-def _mistakes() -> list[tuple[str, ModuleType]]:
-    """The mistakes that the spec which runs now must catch: their beliefs, and the answers."""
+def _believed(given: Given, device: torch.device, judge: Judge, worlds: Worlds) -> str | None:
+    """The mistake that this spec must catch and that gives just what the answer has given."""
     path, *_, spec = os.environ["PYTEST_CURRENT_TEST"].partition(" (")[0].split("::")
-    return _caught_by(Path(path).parent.name, spec.partition("[")[0])
+    mine = [got for got, _ in given.values()]
+    for belief, mistake in _caught_by(Path(path).parent.name, spec.partition("[")[0]):
+        its, error = _given(mistake, device, judge, worlds)
+        if error is None and [got for got, _ in its.values()] == mine:
+            return belief
+    return None
 
 
 @cache
 def _caught_by(kata: str, spec: str) -> list[tuple[str, ModuleType]]:
+    """Beliefs and answers of the mistakes that the spec must catch."""
     try:
         mistakes = [
             (answer.mistake, answer.path) for answer in sources(find_kata(kata), "mistakes")

@@ -127,7 +127,7 @@ def _in_force() -> dict[str, Any]:
         "anomaly mode": torch.is_anomaly_enabled(),
         "precision of matrix products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "dispatch modes in force": len(dispatch_modes()),
+        "dispatch modes in force": [type(mode).__name__ for mode in dispatch_modes()],
         "hooks on saved tensors": saved_tensors_hooks_in_force(),
         "garbage collector": gc.isenabled(),
         "random state of Python": random.getstate(),

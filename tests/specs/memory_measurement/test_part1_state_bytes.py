@@ -1,126 +1,160 @@
 """Bytes of training state, each compared with a formula."""
 
-from __future__ import annotations
-
-import copy
-
 import pytest
+import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam, Optimizer
 
-from kit.laws.checks import check, check_bar, check_equal, check_raises
-from kit.laws.scenarios import check_scenarios
-from specs.memory_measurement import states
-
-KINDS = "bytes of (parameters, gradients, buffers, optimizer)"
+from kit.laws.checks import check_bar, check_equal, check_raises
+from kit.laws.scenarios import scenarios
+from kit.laws.snapshot import Snapshot
 
 
-def check_state(answer, device, law, cause):
-    __tracebackhide__ = True
+@scenarios("bytes of (parameters, gradients, buffers, optimizer)")
+def counts(answer, device, name, want, model, optimizer=None):
+    return tuple(answer.state_bytes(model, optimizer)), want
 
-    def judge(answer, scenario):
-        world = scenario(device)
-        return tuple(answer.state_bytes(world.model, world.optimizer)), world.want
 
-    check_scenarios(answer, judge, law, KINDS, cause=cause)
+def trained(*widths):
+    """Linear layers, with a gradient for each parameter."""
+    model = nn.Sequential(*map(nn.Linear, widths, widths[1:]))
+    model(torch.ones(widths[0])).sum().backward()
+    return model
+
+
+def stepped(optimizer):
+    optimizer.step()
+    return optimizer
+
+
+def with_state(model, **state):
+    optimizer = Optimizer(model.parameters(), {})
+    optimizer.state[next(model.parameters())] = state
+    return optimizer
+
+
+def with_buffers(model=None, **tensors):
+    model = model or nn.Module()
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+    return model
 
 
 class TestPart1StateBytes:
-    """Part 1: state_bytes - parameters, gradients, buffers and optimizer state"""
-
-    subject = "state_bytes"
-
-    @pytest.mark.works("state_bytes", "gradients")
-    def test_counts_parameters_gradients_and_momentum(self, answer, device):
-        """P = 7*11 + 11 + 11*3 + 3 floats of 4 bytes; gradients and momentum are one P each."""
-        model = states.trained(device, 7, 11, 3)
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer.step()
-        size = 4 * (7 * 11 + 11 + 11 * 3 + 3)
-        cause = "a kind of state is left out, or counted under another"
-        got = tuple(answer.state_bytes(model, optimizer))
-        check_equal(got, (size, size, 0, size), KINDS, cause=cause)
-
     @pytest.mark.works("state_bytes", "optimizer")
-    def test_counts_the_optimizers_state_as_it_is_now(self, answer, device):
-        cause = "the state is guessed from the optimizer's kind, or some of its tensors left out"
-        check_state(answer, device, states.Moments, cause)
+    @counts("a kind is left out, or the state is guessed from the optimizer's kind")
+    def test_counts_parameters_gradients_and_optimizer_state(self):
+        """Adam: two moments for each of 70 parameters, a float32 step counter for each tensor."""
+        model, size = trained(7, 11, 3), 4 * (7 * 11 + 11 + 11 * 3 + 3)
+        momentum = stepped(SGD(model.parameters(), 0.1, momentum=0.9))
+        yield "momentum", (size, size, 0, size), model, momentum
+        adam = Adam((model := trained(13, 5)).parameters())
+        yield "Adam before its first step", (280, 280, 0, 0), model, adam
+        yield "Adam after it", (280, 280, 0, 2 * 280 + 2 * 4), model, stepped(adam)
+        yield "no momentum", (280, 280, 0, 0), model, stepped(SGD(model.parameters(), 0.1))
+        both = [*model.parameters(), *trained(4, 2).parameters()]  # a loss has parameters too
+        both = stepped(SGD(both, 0.1, momentum=0.9))
+        yield "momentum of two models", (280, 280, 0, 280 + 40), model, both
 
     @pytest.mark.exact("state_bytes", "parameters")
-    def test_counts_every_parameter(self, answer, device):
-        check_state(answer, device, states.Parameters, "parameters are left out")
+    @counts("parameters are left out")
+    def test_counts_every_parameter(self):
+        deep = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 3)), "b": nn.Linear(3, 1)})
+        yield "layers within layers", (4 * (9 + 4), 0, 0, 0), nn.Sequential(deep)
+        yield "a frozen layer", (4 * 18, 0, 0, 0), nn.Linear(5, 3).requires_grad_(False)
+        numbers = {torch.bfloat16: 7, torch.complex64: 5, torch.float64: 3, torch.int8: 11}
+        zeros = [nn.Parameter(torch.zeros(n, dtype=t), False) for t, n in numbers.items()]
+        size = 2 * 7 + 8 * 5 + 8 * 3 + 11
+        yield "several dtypes", (size, 0, 0, 0), nn.ParameterList(zeros)
 
     @pytest.mark.exact("state_bytes", "gradients")
-    def test_counts_every_gradient_that_is_there(self, answer, device):
-        check_state(answer, device, states.Gradients, "p.grad is not asked of every parameter")
+    @counts("p.grad is not asked of every parameter")
+    def test_counts_every_gradient_that_is_there(self):
+        model = nn.Sequential(trained(3, 4), nn.Linear(4, 6))
+        yield "gradients of one layer", (4 * (16 + 30), 4 * 16, 0, 0), model
+        (model := trained(5, 3))[0].weight.requires_grad_(False)  # it keeps the gradient it has
+        yield "frozen after the backward pass", (4 * 18, 4 * 18, 0, 0), model
 
     @pytest.mark.exact("state_bytes", "buffers")
-    def test_counts_every_buffer(self, answer, device):
-        check_state(answer, device, states.Buffers, "buffers are left out")
+    @counts("buffers are left out")
+    def test_counts_every_buffer(self):
+        """Batch norm: mean and variance of 6 floats, an int64 counter; and a hidden cache."""
+        model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(6)))
+        model[0][0].register_buffer("cache", torch.zeros(11), persistent=False)
+        yield "buffers within layers", (4 * 12, 0, 4 * 12 + 8 + 4 * 11, 0), model
+        numbers = {torch.bool: 17, torch.int64: 5, torch.complex64: 9}
+        zeros = {str(t)[6:]: torch.zeros(n, dtype=t) for t, n in numbers.items()}
+        yield "several dtypes", (0, 0, 17 + 8 * 5 + 8 * 9, 0), with_buffers(none=None, **zeros)
 
     @pytest.mark.exact("state_bytes", "sharing")
-    def test_counts_a_storage_once_under_the_first_kind(self, answer, device):
-        cause = "something else than the storage decides what was counted before"
-        check_state(answer, device, states.Sharing, cause)
+    @counts("something else than the storage decides what was counted before")
+    def test_counts_a_storage_once_under_the_first_kind(self):
+        """As GPT ties its head, and as DDP keeps gradients: one behind the other."""
+        embedding, head, twin = (nn.Embedding(19, 6) for _ in range(3))
+        head.weight, twin.weight = embedding.weight, nn.Parameter(embedding.weight.detach())
+        yield "tied in two ways", (4 * 19 * 6, 0, 0, 0), nn.ModuleList([embedding, head, twin])
+        model, flat = nn.Linear(8, 4), torch.zeros(40)
+        model.weight.grad, model.bias.grad = flat[:32].view(4, 8), flat[32:36]
+        yield "gradients in one flat tensor", (144, 160, 0, 0), model
+        yield "a buffer with gradients in it", (144, 160, 0, 0), with_buffers(model, flat=flat)
+        row = with_buffers(model := nn.Linear(8, 4), row=model.weight.detach()[1])
+        yield "a buffer that looks at a parameter", (144, 0, 0, 0), row
+        state = with_state(model := trained(7, 4), last=model[0].weight.grad, own=torch.zeros(3))
+        yield "state that is the gradient", (128, 128, 0, 12), model, state
 
     @pytest.mark.saves("state_bytes", "gradients")
     def test_shows_what_set_to_none_saves(self, answer, device):
         """zero_grad(set_to_none=True) frees P bytes, set_to_none=False none: bar 0 against P."""
-        model = states.trained(device, 16, 64, 8)
-        size = 4 * (16 * 64 + 64 + 64 * 8 + 8)
-        model.zero_grad(set_to_none=False)
-        zeroed = answer.state_bytes(model).gradients
-        check_equal(zeroed, size, "bytes of zeroed gradients", cause="zeros are memory too")
+        (model := trained(16, 64, 8).to(device)).zero_grad(set_to_none=False)
+        plain = answer.state_bytes(model).gradients
+        want, cause = 4 * (16 * 64 + 64 + 64 * 8 + 8), "zeros are memory too"
+        check_equal(plain, want, "bytes of gradients of zero", cause=cause)
         model.zero_grad(set_to_none=True)
-        check_bar(
-            "gradients after set_to_none=True",
-            answer.state_bytes(model).gradients,
-            0,
-            plain=zeroed,
-            formula="no gradient, no bytes",
-            cause="gradients are taken to be as large as the parameters",
-        )
+        got, cause = answer.state_bytes(model).gradients, "gradients are as large as parameters"
+        title, formula = "gradients after set_to_none=True", "no gradient, no bytes"
+        check_bar(title, got, 0, plain=plain, formula=formula, cause=cause)
 
     @pytest.mark.survives("state_bytes", 1)
-    def test_counts_a_view_as_the_storage_behind_it(self, answer, device):
-        cause = "the size is taken from the tensor, and not from its storage"
-        check_state(answer, device, states.Views, cause)
+    @counts("the size is taken from the tensor, and not from its storage")
+    def test_counts_a_view_as_the_storage_behind_it(self):
+        """With gaps: rows of 3 floats, 10 apart; the last float of four rows is number 33."""
+        wide = torch.zeros(3, 1).expand(3, 1000)
+        yield "an expanded buffer", (0, 0, 12, 0), with_buffers(wide=wide)
+        large, odd = torch.zeros(500), torch.zeros(100).double()
+        slices = with_buffers(first=large[:1], second=large[1:3], odd=odd[1::2])
+        yield "slices of large tensors", (0, 0, 4 * 500 + 8 * 100, 0), slices
+        gaps = with_buffers(gaps=torch.empty_strided((4, 3), (10, 1)))
+        yield "a buffer with gaps", (0, 0, 4 * 33, 0), gaps
 
     @pytest.mark.survives("state_bytes", 2)
-    def test_finds_optimizer_state_however_deep(self, answer, device):
-        cause = "lists, tuples or dicts in the state are not looked into"
-        check_state(answer, device, states.Deep, cause)
+    @counts("lists, tuples or dicts in the state are not looked into")
+    def test_finds_optimizer_state_however_deep(self):
+        deep = [torch.zeros(5), {"deep": (torch.zeros(7, dtype=torch.float64), None)}]
+        optimizer = with_state(model := nn.Linear(2, 2), pair=(3, torch.zeros(11)), old=deep)
+        yield "lists and tuples", (24, 0, 0, 4 * 11 + 4 * 5 + 8 * 7), model, optimizer
 
     @pytest.mark.survives("state_bytes", 3)
-    def test_counts_no_hyperparameters(self, answer, device):
-        cause = "something else than optimizer.state is counted"
-        check_state(answer, device, states.Hyperparameters, cause)
+    @counts("something else than optimizer.state is counted")
+    def test_counts_no_hyperparameters(self):
+        adam = Adam((model := trained(3, 4)).parameters(), lr=torch.tensor(0.1), foreach=False)
+        yield "a tensor as learning rate", (64, 64, 0, 0), model, adam
 
     @pytest.mark.survives("state_bytes", 4)
-    def test_counts_tensors_on_the_meta_device(self, answer, device):
-        check_state(answer, device, states.Meta, "a storage without memory is not counted")
+    @counts("a storage without memory is not counted")
+    def test_counts_tensors_on_the_meta_device(self):
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)).to("meta")
+        model[1].weight = model[0].weight
+        yield "tied layers", (4 * (32 + 4 + 8), 0, 0, 0), model
 
     @pytest.mark.survives("state_bytes", 5)
     def test_changes_nothing(self, answer, device):
-        model, optimizer = states.Moments.adam_before_its_first_step(device)[1:]
-
-        def seen():
-            own = [(id(p.grad), str(p.grad), str(p)) for p in model.parameters()]
-            return own, copy.copy(optimizer.state), model.training
-
-        before = seen()
+        model = trained(13, 5).to(device)
+        before = Snapshot(model, optimizer := Adam(model.parameters()))
         answer.state_bytes(model, optimizer)
-        check(
-            seen() == before,
-            expected="weights, gradients and optimizer state as they were",
-            got="something has changed",
-            cause="a step is taken to see the state, or gradients are cleared",
-        )
+        before.check_unchanged("the count", cause="a step is taken, or gradients are cleared")
 
     @pytest.mark.survives("state_bytes", "Raises")
-    @pytest.mark.parametrize("bad", ["model", "optimizer"])
-    def test_refuses_what_is_no_model_or_optimizer(self, answer, bad):
-        model, optimizer = nn.Linear(2, 2), [1.5]
-        args, name = (({}, None), "dict") if bad == "model" else ((model, optimizer), "list")
-        when = f"for a {name} as {bad}"
-        check_raises(lambda: answer.state_bytes(*args), TypeError, mentions=[name], when=when)
+    def test_refuses_what_is_no_model_or_optimizer(self, answer):
+        for name, bad in {"dict": ({},), "list": (nn.Linear(2, 2), [1.5])}.items():
+            call, when = (lambda bad=bad: answer.state_bytes(*bad)), f"for a {name}"
+            check_raises(call, TypeError, mentions=[name], when=when)

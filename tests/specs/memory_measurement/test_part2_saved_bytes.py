@@ -1,74 +1,91 @@
 """Bytes that autograd saves, each compared with a formula."""
 
-from __future__ import annotations
-
-import gc
+from functools import partial, reduce
 from weakref import ref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from kit.answers.reset_torch import reset_torch
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
+from kit.laws.checks import check_bar, check_close, check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
-from kit.laws.scenarios import check_scenarios
+from kit.laws.scenarios import scenarios
+from kit.laws.snapshot import Snapshot
 from kit.laws.toys import mlp
-from specs.memory_measurement import graphs
+from kit.memory.ruler import collector_paused
 
 
-def check_saved(answer, device, law, cause):
-    __tracebackhide__ = True
+@scenarios("saved bytes")
+def counts(answer, device, name, want, forward, model=None):
+    return answer.saved_bytes(forward, model or nn.Module()), want
 
-    def judge(answer, scenario):
-        world = scenario(device)
-        return answer.saved_bytes(world.forward, world.model), world.want
 
-    check_scenarios(answer, judge, law, "saved bytes", cause=cause)
+def leaf(*shape, **options):
+    return torch.ones(*shape, requires_grad=True, **options)
 
 
 class TestPart2SavedBytes:
-    """Part 2: saved_bytes - what autograd holds between forward and backward"""
-
-    subject = "saved_bytes"
-
     @pytest.mark.works("saved_bytes", "held")
-    def test_counts_what_an_mlp_saves(self, answer, device):
-        """The input (11 x 7) for the first weight, the ReLU's result (11 x 13) for the second."""
-        model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device)
-        cause = "below: the graph is gone when you count; above: weights or copies are in it"
-        got = answer.saved_bytes(lambda: model(x), model)
-        check_equal(got, 4 * 11 * (7 + 13), "saved bytes", cause=cause)
-
-    @pytest.mark.exact("saved_bytes", "held")
-    def test_counts_what_the_graph_of_the_result_holds(self, answer, device):
-        cause = "something else is counted than what a graph has saved"
-        check_saved(answer, device, graphs.Held, cause)
+    @counts("below: the graph is gone when you count; above: weights or copies are in it")
+    def test_counts_what_the_graph_of_the_result_holds(self):
+        """Two layers: the input (11 x 7) for a weight, the ReLU's result (11 x 13) for the next."""
+        layers = nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5)
+        model, rows = nn.Sequential(*layers), torch.ones(11, 7)
+        yield "two layers", 4 * 11 * (7 + 13), lambda: model(rows), model
+        x, mask, index = leaf(4, 9), torch.ones(4, 9) > 0, torch.arange(3)
+        yield "a result in a dict", 4 * 36, lambda: {"out": (x.exp(), None)}
+        yield "a mask, 1 byte each", 36, lambda: x.masked_fill(mask, 0.0)
+        yield "indices, 8 bytes each", 8 * 3, lambda: x.index_select(0, index)
+        z = leaf(10, dtype=torch.complex64)
+        yield "complex numbers", 8 * 10, lambda: z.exp()
+        yield "a pass under no_grad", 0, torch.no_grad()(lambda: x.exp())
+        with torch.no_grad():
+            yield "under the caller's no_grad", 0, lambda: x.exp()
+        head = nn.Linear(9, 3)
+        forward = torch.no_grad()(lambda: x.exp())
+        yield "a backbone under no_grad", 4 * 36, lambda: head(forward()), head
+        sizes = [9, 5]
+        yield "a forward pass runs once", 4 * 5, lambda: leaf(sizes.pop()).exp()
 
     @pytest.mark.exact("saved_bytes", "sharing")
-    def test_counts_a_storage_once_and_in_full(self, answer, device):
-        cause = "tensors are counted, or the elements of a view, and not the storage that stays"
-        check_saved(answer, device, graphs.Sharing, cause)
+    @counts("tensors are counted, or the elements of a view, and not the storage that stays")
+    def test_counts_a_storage_once_and_in_full(self):
+        x, w, row = leaf(10), leaf(6), torch.ones(1, 6)
+
+        def y_three_times_and_a_copy():
+            y = x.sigmoid()
+            return [y * y, y * y.flip(0).detach().flip(0)]
+
+        yield "a result saved three times", 4 * 10 + 4 * 10, y_three_times_and_a_copy
+        table, large = torch.ones(6, 50), torch.ones(500, 6, dtype=torch.float64)
+        yield "a column of a table", 4 * 6 * 50, lambda: w * table[:, 3]
+        yield "two halves", 4 * 6 * 50, lambda: [w * half[:, 0] for half in table.chunk(2, 1)]
+        yield "one row of a large tensor", 8 * 500 * 6, lambda: w * large[:1]
+        yield "an expanded row", 4 * 6, lambda: w * row.expand(40, 6)
 
     @pytest.mark.exact("saved_bytes", "left out")
-    def test_never_counts_parameters_or_buffers(self, answer, device):
-        cause = "what is saved of a parameter or buffer may be a view of it: ask for its storage"
-        check_saved(answer, device, graphs.LeftOut, cause)
-
-    @pytest.mark.exact("saved_bytes", "model")
-    def test_counts_the_weights_of_other_models(self, answer, device):
-        cause = "parameters are left out whoever owns them"
-        check_saved(answer, device, graphs.OtherModels, cause)
+    @counts("what is saved of a parameter may be a view of it: ask for the storages of this model")
+    def test_never_counts_parameters_or_buffers(self):
+        """Saved: x (5 x 6), the input of batch norm and two statistics of 8; no running mean."""
+        layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        layers[2].requires_grad_(False)
+        x, row, body, loss = leaf(5, 6), leaf(6), nn.Linear(6, 8, bias=False), nn.Linear(8, 2)
+        yield "a frozen layer", 4 * (5 * 6 + 5 * 8 + 2 * 8), lambda: layers(x), layers
+        yield "halves", 4 * 30, lambda: [F.linear(x, w) for w in body.weight.chunk(2)], body
+        body.register_buffer("table", torch.ones(9, 6))
+        yield "a row of a buffer", 0, lambda: row * body.table[4], body
+        yield "a loss has weights", 4 * (5 * 6 + 5 * 8 + 8 * 2), lambda: loss(body(x)), body
 
     @pytest.mark.exact("saved_bytes", "after")
     def test_lets_the_caller_go_backward(self, answer, device):
         """The pack hook must not change what backward reads: (x e^x)' = e^x (x + 1)."""
-        x, results = graphs.leaf(device, 12), []
+        x, results = draw.randn(12, device=device, requires_grad=True), []
         answer.saved_bytes(lambda: results.append(x.exp() * x), nn.Module())
-        check_equal(len(results), 1, "runs of forward", cause="forward runs again, to look twice")
         results[0].sum().backward()
         want = x.detach().exp() * (x.detach() + 1)
         check_close(x.grad, want, "gradient", cause="the hooks give back another tensor")
@@ -76,110 +93,78 @@ class TestPart2SavedBytes:
     @pytest.mark.exact("saved_bytes", "after")
     @pytest.mark.parametrize("end", ENDINGS)
     def test_leaves_no_hook(self, answer, device, end):
-        x = graphs.leaf(device, 12)
+        x = leaf(12, device=device)
         check_ending(lambda forward: answer.saved_bytes(forward, nn.Module()), end, x.exp)
-        try:
-            with disable_saved_tensors_hooks("a hook is still in force"):  # raises if one is
-                left = "none"
-        except RuntimeError as error:
-            left = str(error)
-        cause = "hooks are entered without `with`, or left in one kind of ending only"
-        check_equal(left, "none", f"saved-tensor hooks after {end}", cause=cause)
 
     @pytest.mark.saves("saved_bytes", "held")
     def test_shows_what_checkpointing_saves(self, answer, reference, device):
         """Per block a checkpoint holds its input only: bar = blocks x one input."""
         blocks = nn.ModuleList(mlp(32, 128, 32, device=device) for _ in range(5))
-        x = graphs.leaf(device, 24, 32)
+        remat = [partial(checkpoint, block, use_reentrant=False) for block in blocks]
+        x, inputs = leaf(24, 32, device=device), 5 * 4 * 24 * 32
 
-        def saved(module, remat):
-            def forward():
-                y = x
-                for block in blocks:
-                    y = checkpoint(block, y, use_reentrant=False) if remat else block(y)
-                return y
+        def saved(module, layers):
+            return module.saved_bytes(lambda: reduce(lambda y, layer: layer(y), layers, x), blocks)
 
-            return module.saved_bytes(forward, blocks)
-
-        one_input, plain, got = 4 * 24 * 32, saved(answer, False), saved(answer, True)
-        cause = "something that the graph saves is left out"
-        want = 5 * (one_input + 4 * 24 * 128)
-        check_equal(plain, want, "saved bytes of five blocks (input + hidden)", cause=cause)
-        check_bar(
-            "saved with a checkpoint per block",
-            got,
-            5 * one_input,
-            plain=plain,
-            reference=saved(reference, True),
-            formula="5 blocks x one input",
-            cause="what checkpointing drops is counted all the same",
-        )
-        check_equal(got, 5 * one_input, "saved bytes", cause="the block inputs are left out")
+        plain, got, true = saved(answer, blocks), saved(answer, remat), saved(reference, remat)
+        title, formula = "saved with a checkpoint per block", "5 blocks x one input"
+        cause = "what checkpointing drops is counted all the same"
+        check_bar(title, got, inputs, plain=plain, reference=true, formula=formula, cause=cause)
+        want, cause = (inputs + 5 * 4 * 24 * 128, inputs), "a block's input or inside is left out"
+        check_equal((plain, got), want, "saved bytes without and with checkpoints", cause=cause)
 
     @pytest.mark.survives("saved_bytes", 1)
-    def test_does_not_count_a_graph_that_is_gone(self, answer, device):
-        cause = "ask what a graph still holds, and not what was saved, or what storage lives"
-        check_saved(answer, device, graphs.Gone, cause)
+    @counts("ask what a graph still holds, and not what was saved, or what storage lives")
+    def test_does_not_count_a_graph_that_is_gone(self):
+        x = leaf(64)
+        yield "a metric", 4 * 64, lambda: (x.exp().sum().item(), x.tanh())[1]
+        yield "its tensor lives on", 4 * 64, lambda: (x.square().sum().item(), x.tanh())[1]
+        yield "a result that is not returned", 0, lambda: x.exp().sum().item()
 
     @pytest.mark.survives("saved_bytes", 2)
-    def test_counts_saved_inputs(self, answer, device):
-        check_saved(answer, device, graphs.Leaves, "what was there before is left out")
+    @counts("what was there before is left out")
+    def test_counts_saved_inputs(self):
+        x, scale = leaf(10), leaf(1)
+        yield "an input and a scale", 4 * 10 + 4, lambda: x * scale
 
     @pytest.mark.survives("saved_bytes", 3)
-    @pytest.mark.parametrize("function", [torch.exp, torch.relu, torch.square])
-    def test_lets_go_of_the_graph(self, answer, device, function):
+    def test_lets_go_of_the_graph(self, answer, device):
         """exp saves its own result, whose grad_fn holds what it saved: no cycle may come of it."""
-        x, storages = graphs.leaf(device, 32), []
+        x, storages = leaf(32, device=device), []
 
         def forward():
-            y = function(x * 2)
-            storages.append(ref(y.untyped_storage()))
-            return y
+            results = [x.exp(), x.relu(), x.square()]
+            storages.extend(ref(y.untyped_storage()) for y in results)
+            return results
 
-        gc.collect()
-        gc.disable()
-        try:
+        with collector_paused():
             answer.saved_bytes(forward, nn.Module())
-            gone = storages[0]() is None
-        finally:
-            gc.enable()
-        check(
-            gone,
-            expected="nothing of the graph alive after the count",
-            got=f"the result of {function.__name__} is still alive",
-            cause="the pack hook keeps a tensor with its grad_fn, and so the graph holds itself",
-        )
+            alive = [storage() is not None for storage in storages]
+        what, cause = "of exp, relu and square: results still alive", "what was returned is kept"
+        suspect = "the pack hook keeps a tensor with its grad_fn, and so the graph holds itself"
+        check_equal(alive, [False] * 3, what, cause=cause, suspects={suspect: [True, True, False]})
 
     @pytest.mark.survives("saved_bytes", 4)
     def test_puts_the_callers_hooks_back(self, answer, device):
-        x, packed = graphs.leaf(device, 12), []
+        packed, x = [], leaf(12, device=device)
         saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t).__enter__()
-        answer.saved_bytes(x.exp, nn.Module())
-        packed.clear()
+        answer.saved_bytes(lambda: None, nn.Module())
         x.exp()
-        reset_torch()
         cause = "hooks are removed that were there before"
         check_equal(len(packed), 1, "calls of the caller's own hook afterwards", cause=cause)
 
     @pytest.mark.survives("saved_bytes", 5)
     def test_changes_nothing_that_forward_does_not(self, answer, device):
-        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).to(device)
-        x, stale = draw.randn(5, 4, device=device), torch.ones(3, 4, device=device)
-        model[0].weight.grad = stale
-        draw.seed(5)
-        model(x)
-        want = draw.next_random(device)
-        draw.seed(5)
-        answer.saved_bytes(lambda: model(x), model)
-        cause = "gradients are cleared, or a backward pass runs"
-        kept = model[0].weight.grad is stale and stale.eq(1).all().item()
-        check_equal((kept, model[0].bias.grad), (True, None), "stale gradients kept", cause=cause)
+        model, x = mlp(4, 3, 2, device=device, activation=nn.Dropout), leaf(5, 4, device=device)
+        model(x).sum().backward()
+        before, randoms = Snapshot(model, SGD(model.parameters())), []
+        for run in (lambda forward: forward(), lambda forward: answer.saved_bytes(forward, model)):
+            draw.seed(5)
+            run(lambda: model(x))
+            randoms.append(draw.next_random(device))
+        before.check_unchanged("the count", cause="gradients are cleared, or a backward pass runs")
         cause = "the random state is set or put back, or forward runs twice"
-        check_equal(draw.next_random(device), want, "the next random numbers", cause=cause)
-        check_equal(model.training, True, "training flag", cause="train() or eval() is called")
-        with torch.no_grad():
-            got = answer.saved_bytes(lambda: model(x), model)
-        check_equal(got, 0, "saved bytes under the caller's no_grad", cause="gradients are put on")
+        check_equal(randoms[1], randoms[0], "the next random numbers", cause=cause)
 
     @pytest.mark.survives("saved_bytes", "Raises")
     def test_refuses_what_is_no_model(self, answer):

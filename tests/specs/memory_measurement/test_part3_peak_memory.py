@@ -1,230 +1,235 @@
-"""Peaks, compared with formulas and with the kit's own ruler."""
+"""Peaks, compared with formulas in multiples of CUDA's 512 bytes, and with the kit's own ruler."""
 
-from __future__ import annotations
-
-from weakref import ref
+import copy
+from functools import partial, reduce
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
-from kit.answers.reset_torch import reset_torch
-from kit.laws import draw
 from kit.laws.checks import check, check_bar, check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
-from kit.laws.scenarios import check_scenarios
-from kit.laws.toys import mlp
-from kit.memory.ruler import measure
-from kit.private_torch import DispatchMode, dispatch_modes, import_dynamo
-from specs.memory_measurement import steps
-from specs.memory_measurement.steps import KIB, floats
+from kit.laws.scenarios import scenarios
+from kit.laws.toys import Block, mlp
+from kit.memory.ruler import LiveBytes, measure
+from kit.private_torch import import_dynamo
 
 import_dynamo()  # the first dispatch mode would, in the midst of a measurement
 
+KIB = 1024
 
-def check_peak(answer, device, law, cause):
-    __tracebackhide__ = True
 
-    def judge(answer, scenario):
-        world = scenario(device)
-        got = answer.peak_memory(world.step, device, world.existing)
-        known = got.baseline if device.type == "cpu" else world.want[0] * KIB
-        figures = (known, got.peak - got.baseline, got.retained)
-        return figures, tuple(KIB * n for n in world.want)
+@scenarios("bytes (baseline, peak - baseline, retained)")
+def counts(answer, device, name, want, step, existing=()):
+    """`want` is in KiB; the device is named by a string."""
+    got = answer.peak_memory(step, str(device), existing)
+    baseline = got.baseline if device.type == "cpu" else want[0] * KIB
+    return (baseline, got.peak - got.baseline, got.retained), tuple(KIB * n for n in want)
 
-    check_scenarios(answer, judge, law, "bytes (baseline, peak - baseline, retained)", cause=cause)
+
+@scenarios("bytes (peak - baseline, retained)")
+def agrees_with_the_ruler(answer, device, name, model, make=None, rows=20):
+    """Within 2 %: the ruler counts a storage in blocks of 512 bytes."""
+    (step, known), (again, existing) = (training(copy.deepcopy(model), make, rows) for _ in "12")
+    true, mine = measure(step, device, known=known), answer.peak_memory(again, device, existing)
+    got, want = (mine.peak - mine.baseline, mine.retained), (true.above_baseline, true.retained)
+    near = all(abs(a - b) <= 0.02 * want[0] for a, b in zip(got, want, strict=True))
+    return (want if near else got), want
+
+
+def floats(kib, **options):
+    return torch.ones(kib * KIB // 4, **options)
 
 
 class TestPart3PeakMemory:
-    """Part 3: peak_memory - baseline, peak and what is retained, on any device"""
-
-    subject = "peak_memory"
-
     @pytest.mark.works("peak_memory", "peak")
-    def test_reports_baseline_peak_and_what_is_retained(self, answer, device):
-        """2 KiB are there before; 12 live for a moment beside 8 that stay: peak = 2 + 12 + 8."""
-        x, kept = floats(2, device), []
-
-        def step():
-            temporary = floats(12, device)
-            kept.append(floats(8, device))
-            del temporary
-
-        got = answer.peak_memory(step, device, [x])
-        figures = [got.baseline if device.type == "cpu" else x.nbytes]
-        figures += [got.peak - got.baseline, got.retained]
-        cause = "memory is read when the step is over, or retained is not after - before"
-        what = "[baseline, peak - baseline, retained]"
-        check_equal(figures, [2 * KIB, 20 * KIB, 8 * KIB], what, cause=cause)
+    @counts("memory is read when the step is over, or retained is not after - before")
+    def test_counts_temporaries_while_they_live(self):
+        x, kept = floats(2), []
+        step = lambda: (floats(12), kept.append(floats(8)))[1]  # noqa: E731
+        yield "12 KiB for a moment beside 8 that stay", (2, 12 + 8, 8), step, [x]
+        yield "five in a row", (0, 256, 0), lambda: [floats(256).zero_().dim() for _ in range(5)]
+        x.grad, y = floats(2), x.requires_grad_().view_as(x)
+        y.register_hook(lambda grad: (grad.new_ones(3 * KIB), None)[1])
+        backward = partial(y.backward, torch.ones_like(x))
+        yield "12 KiB in the backward pass", (6, 12, 0), backward, [x, x.grad, *backward.args]
+        sgd = SGD([x], lr=0.1, momentum=0.9, foreach=False)
+        yield "an optimizer makes its momentum", (4, 2, 2), sgd.step, [x, x.grad]
 
     @pytest.mark.works("peak_memory", "existing")
-    def test_what_existed_is_the_baseline(self, answer, device):
-        check_peak(answer, device, steps.Existing, "existing storages do not count once, in full")
+    @counts("existing storages do not count once, in full")
+    def test_what_existed_is_the_baseline(self):
+        x = torch.ones(10, 128)
+        yield "a tensor and views of it", (5, 0, 0), lambda: None, [x, x.t(), x[2:], x]
+        yield "only a slice of it", (5, 0, 0), lambda: None, [x[7:]]
+        yield "three floats", (12 / KIB, 0, 0), lambda: None, [torch.ones(3)]
 
     @pytest.mark.exact("peak_memory", "peak")
-    def test_counts_temporaries_while_they_live(self, answer, device):
-        cause = "what is freed stays in the sum, or something is counted only after the step"
-        check_peak(answer, device, steps.Peak, cause)
-
-    @pytest.mark.exact("peak_memory", "peak")
-    def test_agrees_with_the_ruler_on_training_steps(self, answer, device):
-        """Within 2 %: the ruler counts a storage in blocks of 512 bytes."""
-
-        def judge(answer, scenario):
-            step, existing = scenario(device)
-            true = measure(step, device, known=existing)
-            step, existing = scenario(device)
-            mine = answer.peak_memory(step, device, existing)
-            got = (mine.peak - mine.baseline, mine.retained)
-            want = (true.above_baseline, true.retained)
-            near = all(abs(a - b) <= 0.02 * want[0] for a, b in zip(got, want, strict=True))
-            return (want if near else got), want
-
-        cause = "memory is missed (backward? the optimizer?) or counted twice (views? in-place?)"
-        check_scenarios(
-            answer, judge, steps.Training, "bytes (peak - baseline, retained)", cause=cause
-        )
+    @agrees_with_the_ruler("memory is missed (in backward?) or counted twice (views? in-place?)")
+    def test_agrees_with_the_ruler_on_training_steps(self):
+        relus = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128), nn.ReLU())
+        norms = nn.Sequential(nn.Linear(128, 256), nn.LayerNorm(256), nn.LayerNorm(256), nn.Tanh())
+        yield "linear layers and SGD", relus, partial(SGD, lr=0.1)
+        momentum = partial(SGD, lr=0.1, momentum=0.9, foreach=False)
+        yield "normalisation and momentum", norms, momentum
+        yield "attention and Adam", Block(128, heads=4), partial(Adam, foreach=False)
+        yield "the first step of Adam with lists", relus, partial(Adam, foreach=True), 2
+        yield "evaluation", relus
 
     @pytest.mark.exact("peak_memory", "sharing")
-    def test_counts_storages_not_tensors(self, answer, device):
-        cause = "tensors are counted, or their elements, and not the storages that they lie on"
-        check_peak(answer, device, steps.Sharing, cause)
+    @counts("tensors are counted, or their elements, and not the storages that they lie on")
+    def test_counts_storages_not_tensors(self):
+        x, out, kept = torch.ones(32, 128), torch.ones(32, 128), []
+
+        def step():
+            y = x * 2
+            torch.mul(x, 3, out=out).add_(1)
+            return [y.add_(1).relu_().t(), y[3:], y.view(-1), x[:, ::2], x.expand(9, 32, 128)]
+
+        yield "views and in-place results", (32, 16, 0), step, [x, out]
+        yield "a slice that is kept", (0, 8, 8), lambda: kept.append(floats(8)[:1])
+        gaps = partial(torch.empty_strided, (2, 64), (192, 1))  # 64 floats, 128 unused, 64
+        yield "rows with gaps", (0, 1, 1), lambda: kept.append(gaps())
 
     @pytest.mark.exact("peak_memory", "retained")
-    def test_gives_back_what_is_freed(self, answer, device):
-        cause = "what existed is kept alive by the measurement, or never taken off"
-        check_peak(answer, device, steps.Retained, cause)
+    @counts("what existed is kept alive by the measurement, or never taken off")
+    def test_gives_back_what_is_freed(self):
+        held = [floats(4), floats(1)]
+        change = lambda: held.append((floats(2), held.pop())[0])  # noqa: E731
+        yield "one for another", (5, 2, 1), change, iter(held[:])
+        p = nn.Parameter(floats(8))
+        yield "data are replaced", (8, 2, -6), lambda: setattr(p, "data", floats(2)), [p]
 
     @pytest.mark.exact("peak_memory", "after")
     @pytest.mark.parametrize("end", ENDINGS)
     def test_leaves_no_mode(self, answer, device, end):
-        class TheCallersMode(DispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                return func(*args, **(kwargs or {}))
-
-        TheCallersMode().__enter__()
-        check_ending(lambda step: answer.peak_memory(step, device), end, lambda: floats(2, device))
-        modes = [type(mode).__name__ for mode in dispatch_modes()]
-        reset_torch()
-        cause = "the mode is entered without `with`, or left in one kind of ending only"
-        what = f"dispatch modes after {end}"
-        check_equal(modes, ["TheCallersMode"], what, cause=cause)
+        LiveBytes().__enter__()  # a mode of the caller's
+        x = torch.ones(2, device=device)
+        check_ending(lambda step: answer.peak_memory(step, device), end, x.exp)
 
     @pytest.mark.exact("peak_memory", "step")
-    def test_runs_the_step_once_and_drops_its_result(self, answer, device):
-        modes = []
+    @counts("a warm-up run changes the state, or the result is kept, or gradients are put on")
+    def test_runs_the_step_once_and_drops_its_result(self):
+        kept, x = [], floats(4, requires_grad=True)
+        yield "more each time", (0, 4, 4), lambda: kept.append(floats(4 + 4 * len(kept)))
+        yield "a result", (0, 4, 0), lambda: floats(4)
         with torch.no_grad():
-            step = lambda: (modes.append(torch.is_grad_enabled()), floats(4, device))  # noqa: E731
-            got = answer.peak_memory(step, device)
-        cause = "a warm-up run changes the state, or gradients are put on"
-        check_equal(modes, [False], "runs of the step, with the caller's grad mode", cause=cause)
-        check_equal(got.retained, 0, "retained bytes", cause="the step's result is kept too long")
+            yield "the caller's no_grad", (4, 8, 4), lambda: kept.append(x.exp().tanh()), [x]
 
     @pytest.mark.exact("peak_memory", "device")
-    def test_counts_one_device_however_it_is_named(self, answer, device):
-        cause = "another device's memory is counted, or this one is not known by its name"
-        check_peak(answer, device, steps.OtherDevices, cause)
-        named = answer.peak_memory(lambda: floats(4, device), str(device))
-        check_equal(named.peak - named.baseline, 4 * KIB, f"peak of {str(device)!r}", cause=cause)
+    @counts("another device's memory is counted")
+    def test_counts_one_device(self):
+        yield "a million floats on meta", (0, 0, 0), lambda: torch.ones(10**6, device="meta") * 2
 
     @pytest.mark.saves("peak_memory", "peak")
     def test_shows_what_checkpointing_takes_off_the_peak(self, answer, reference, device):
-        """Plain holds 6 blocks' insides; a checkpoint per block 6 inputs and one block's inside.
-
-        Bar: 6 inputs + 4 block insides (recomputed inside, its gradient, and two temporaries of
-        that size) + gradients of the parameters. The plain peak is over it.
-        """
+        """Bar: an input per block; one inside, its gradient, two temporaries; all gradients."""
         blocks = nn.ModuleList(mlp(32, 256, 32, device=device) for _ in range(6))
-        x = draw.randn(256, 32, device=device, requires_grad=True)
+        remat = [partial(checkpoint, block, use_reentrant=False) for block in blocks]
+        x = torch.ones(256, 32, device=device, requires_grad=True)
 
-        def step(remat):
-            y = x
-            for block in blocks:
-                y = checkpoint(block, y, use_reentrant=False) if remat else block(y)
+        def step(layers):
+            y = reduce(lambda y, layer: layer(y), layers, x)
             y.sum().backward()
             blocks.zero_grad()
             x.grad = None
 
-        def peak(module, remat):
-            got = module.peak_memory(lambda: step(remat), device, [x, *blocks.parameters()])
+        def peak(module, layers):
+            got = module.peak_memory(lambda: step(layers), device, [x, *blocks.parameters()])
             return got.peak - got.baseline
 
-        step(True)  # cuBLAS takes its workspace once
+        step(remat)  # cuBLAS takes its workspace once
         inside, one_input = 4 * 256 * 256, 4 * 256 * 32
         limit = 6 * one_input + 4 * inside + sum(p.nbytes for p in blocks.parameters())
-        plain = peak(answer, False)
-        check(
-            plain > limit,
-            expected=f"a plain peak above {limit} bytes (6 blocks' insides are held)",
-            got=plain,
-            cause="what is held from forward to backward is missed",
-        )
-        check_bar(
-            "peak with a checkpoint per block",
-            peak(answer, True),
-            limit,
-            plain=plain,
-            reference=peak(reference, True),
-            formula="6 inputs + 4 insides + gradients",
-            cause="what is freed between the blocks stays in the sum",
-        )
+        plain, cause = peak(answer, blocks), "what is held from forward to backward is missed"
+        check(plain > limit, expected=f"a plain peak above {limit} bytes", got=plain, cause=cause)
+        got, true = peak(answer, remat), peak(reference, remat)
+        title, formula = "peak with a checkpoint per block", "6 inputs + 4 insides + gradients"
+        cause = "what is freed between the blocks stays in the sum"
+        check_bar(title, got, limit, plain=plain, reference=true, formula=formula, cause=cause)
 
     @pytest.mark.survives("peak_memory", 1)
-    def test_counts_every_kind_of_operation(self, answer, device):
-        cause = "results are left out by their kind, or by the mode that they are made in"
-        check_peak(answer, device, steps.Kinds, cause)
+    @counts("results are left out by their kind, or by the mode that they are made in")
+    def test_counts_every_kind_of_operation(self):
+        kept, x = [], floats(2)
+        for dtype, size in {"int64": 8, "bool": 1, "complex64": 8, "float64": 8}.items():
+            new = partial(torch.zeros, 1024, dtype=getattr(torch, dtype))
+            yield dtype, (0, size, size), lambda new=new: kept.append(new())
+        yield "several results", (2, 4, 4), lambda: kept.append(torch.frexp(x)), [x]
+        for mode in (torch.no_grad, torch.inference_mode):
+            step = mode()(lambda: kept.append(floats(2)))
+            yield f"a step under {mode.__name__}", (0, 2, 2), step
+        yield "a literal", (0, 1, 1), lambda: kept.append(torch.tensor([1.0] * 256))
 
     @pytest.mark.survives("peak_memory", 2)
-    @pytest.mark.parametrize(
-        "kind", [iter, lambda held: (t for t in held)], ids=["list", "generator"]
-    )
-    def test_empties_an_iterator_and_keeps_nothing(self, answer, device, kind):
-        held = [floats(3, device), floats(5, device)]
-        storages, existing = [ref(t.untyped_storage()) for t in held], kind(held[:])
-
-        def step():
-            held.clear()
-            alive.append(sum(storage() is not None for storage in storages))
-
-        alive = []
-        answer.peak_memory(step, device, existing)
-        cause = "a list of `existing`, or a loop's variable, keeps them alive"
-        check_equal(alive, [0], "tensors alive in the step after it freed two", cause=cause)
+    @counts("a list of `existing`, or a loop's variable, keeps them alive")
+    def test_empties_an_iterator_and_keeps_nothing(self):
+        for kind in (iter, lambda held: (t for t in held)):
+            held = [floats(3), floats(5)]
+            step = lambda held=held: (held.clear(), floats(8))[0]  # noqa: E731
+            existing = kind(held[:])
+            yield f"8 KiB for 8, {type(existing).__name__}", (8, 0, -8), step, existing
 
     @pytest.mark.survives("peak_memory", 3)
-    def test_a_smaller_step_reports_its_own_peak(self, answer, device):
-        """A step that only frees peaks at its start, whatever was measured before."""
-        held = [floats(4, device)]
-        phases = [lambda: floats(256, device), lambda: floats(4, device), held.clear]
-        got = [answer.peak_memory(p, device, iter(held[:])) for p in phases]
-        peaks = [(reading.peak - reading.baseline) // KIB for reading in got]
-        cause = "the peak is that of operations only, or of an earlier measurement"
-        check_equal(peaks, [256, 4, 0], "KiB, peak - baseline of three phases", cause=cause)
+    @counts("the peak is that of operations only, or of an earlier measurement")
+    def test_a_smaller_step_reports_its_own_peak(self):
+        held = [floats(4)]
+        yield "a large step", (0, 256, 0), lambda: floats(256)
+        yield "then a small one", (0, 4, 0), lambda: floats(4)
+        yield "then one that only frees", (4, 0, -4), held.clear, iter(held[:])
 
     @pytest.mark.survives("peak_memory", 4)
-    def test_sees_a_tensor_grow(self, answer, device):
-        cause = "the size of a storage is read only once"
-        check_peak(answer, device, steps.Grown, cause)
+    @counts("the size of a storage is read only once")
+    def test_sees_a_tensor_grow(self):
+        x, out, full = torch.empty(0), torch.empty(0), floats(4)
+        yield "resized", (0, 8, 8), lambda: x.resize_(2 * KIB), [x]
+        yield "filled as out", (4, 4, 4), lambda: torch.mul(full, 3, out=out), [full, out]
 
     @pytest.mark.survives("peak_memory", 5)
-    def test_sees_a_storage_emptied(self, answer, device):
-        cause = "storage.resize_ is no operation, so sizes are to be read again"
-        check_peak(answer, device, steps.Emptied, cause)
+    @counts("storage.resize_ is no operation, so sizes are to be read again")
+    def test_sees_a_storage_emptied(self):
+        x, shards = floats(8), [floats(8), floats(6)]
+        yield "a parameter freed", (8, 0, -8), lambda: x.untyped_storage().resize_(0), [x]
+
+        def step():
+            for shard, size in ((0, 0), (1, 0), (0, 8), (0, 0), (1, 6)):
+                shards[shard].untyped_storage().resize_(size * KIB)
+                floats(1)
+            shards[0].untyped_storage().resize_(16 * KIB)
+
+        yield "gathered again when another is freed", (14, 8, 8), step, shards
 
     @pytest.mark.gpu
     @pytest.mark.survives("peak_memory", 6)
     def test_reads_the_allocator(self, answer, device):
-        floats(256 * KIB, device)  # 256 MiB, freed at once
+        floats(256 * KIB, device=device)  # 256 MiB, freed at once
         before = torch.cuda.memory_allocated(device)
-        got = answer.peak_memory(lambda: floats(4, device), device)
+        got = answer.peak_memory(lambda: floats(4, device=device), device)
         cause = "reset_peak_memory_stats is not called before the step"
         check_equal(tuple(got), (before, before + 4 * KIB, 0), "reading", cause=cause)
 
     @pytest.mark.survives("peak_memory", "Raises")
-    @pytest.mark.parametrize("bad", ["mps", "cuda:99", "tpu", "cpu zero", "meta"])
-    def test_refuses_a_device_that_it_cannot_measure(self, answer, bad):
+    def test_refuses_a_device_that_it_cannot_measure(self, answer):
         runs = []
-        call = lambda: answer.peak_memory(lambda: runs.append(1), bad)  # noqa: E731
-        check_raises(call, ValueError, mentions=[bad], when=f"for device {bad!r}")
-        check_equal(len(runs), 0, "runs of the step", cause="the device is checked after the step")
+        for bad in ("mps", "cuda:99", "tpu", "cpu zero", "meta"):
+            call = lambda bad=bad: answer.peak_memory(lambda: runs.append(1), bad)  # noqa: E731
+            check_raises(call, ValueError, mentions=[bad], when=f"for device {bad!r}")
+        check_equal(runs, [], "runs of the step", cause="the device is checked after the step")
+
+
+def training(model, make, rows):
+    """A training step, or evaluation, and what exists before it."""
+    x, optimizer = torch.ones(7, rows, 128), make(model.parameters()) if make else None
+
+    def step():
+        with torch.set_grad_enabled(make is not None):
+            loss = model(x).square().mean()
+        if make:
+            loss.backward()
+            optimizer.step()
+
+    model(x).square().mean().backward()  # libraries take their workspaces once
+    model.zero_grad()
+    return step, [x, *model.parameters()]
