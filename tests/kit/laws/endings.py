@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kit.laws.checks import check_equal
+from kit.laws.checks import SpecFailure, check_equal
 
 ENDINGS = {"success": None, "error": KeyError("mine"), "ctrl_c": KeyboardInterrupt("mine")}
 
@@ -23,7 +23,7 @@ def check_ending(
 
     try:
         run(ends)
-    except NotImplementedError:
+    except (NotImplementedError, SpecFailure):
         raise
     except (Exception, KeyboardInterrupt) as error:
         came = error

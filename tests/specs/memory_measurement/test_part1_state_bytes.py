@@ -1,5 +1,7 @@
 """Bytes of training state, each compared with a formula."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,8 @@ class TestPart1StateBytes:
         yield "a buffer with gradients in it", (144, 160, 0, 0), with_buffers(model, flat=flat)
         row = with_buffers(model := nn.Linear(8, 4), row=model.weight.detach()[1])
         yield "a buffer that looks at a parameter", (144, 0, 0, 0), row
+        bits = with_buffers(model := nn.Linear(8, 4), bits=model.weight.detach().view(torch.int32))
+        yield "a buffer that reads it as integers", (144, 0, 0, 0), bits
         state = with_state(model := trained(7, 4), last=model[0].weight.grad, own=torch.zeros(3))
         yield "state that is the gradient", (128, 128, 0, 12), model, state
 
@@ -132,6 +136,11 @@ class TestPart1StateBytes:
         deep = [torch.zeros(5), {"deep": (torch.zeros(7, dtype=torch.float64), None)}]
         optimizer = with_state(model := nn.Linear(2, 2), pair=(3, torch.zeros(11)), old=deep)
         yield "lists and tuples", (24, 0, 0, 4 * 11 + 4 * 5 + 8 * 7), model, optimizer
+        ordered, codes = OrderedDict(m=torch.zeros(9)), torch.zeros(13, dtype=torch.uint8)
+        optimizer = with_state(model, ordered=ordered, named=torch.aminmax(torch.zeros(2)), q=codes)
+        optimizer.state["shared"] = torch.zeros(5)
+        want = (24, 0, 0, 4 * 9 + 2 * 4 + 13 + 4 * 5)
+        yield "an ordered dict, a named tuple, 8-bit codes, no dict", want, model, optimizer
 
     @pytest.mark.survives("state_bytes", 3)
     @counts("something else than optimizer.state is counted")
@@ -145,6 +154,10 @@ class TestPart1StateBytes:
         model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)).to("meta")
         model[1].weight = model[0].weight
         yield "tied layers", (4 * (32 + 4 + 8), 0, 0, 0), model
+        whole, more = torch.zeros(10, device="meta"), torch.zeros(4, device="meta")
+        model = with_buffers(whole=whole, part=whole[2:7], weight=nn.Parameter(more))
+        state = with_state(nn.Linear(1, 1), first=torch.zeros_like(more), second=whole.clone())
+        yield "buffers and state", (0, 0, 40 + 16, 16 + 40), model, state
 
     @pytest.mark.survives("state_bytes", 5)
     def test_changes_nothing(self, answer, device):
@@ -155,6 +168,8 @@ class TestPart1StateBytes:
 
     @pytest.mark.survives("state_bytes", "Raises")
     def test_refuses_what_is_no_model_or_optimizer(self, answer):
-        for name, bad in {"dict": ({},), "list": (nn.Linear(2, 2), [1.5])}.items():
+        model = nn.Linear(2, 2)
+        for bad in (({},), (model, [1.5]), (model, []), (model, {})):
+            name = type(bad[-1]).__name__
             call, when = (lambda bad=bad: answer.state_bytes(*bad)), f"for a {name}"
             check_raises(call, TypeError, mentions=[name], when=when)

@@ -79,6 +79,8 @@ class TestPart2SavedBytes:
         yield "halves", 4 * 30, lambda: [F.linear(x, w) for w in body.weight.chunk(2)], body
         body.register_buffer("table", torch.ones(9, 6))
         yield "a row of a buffer", 0, lambda: row * body.table[4], body
+        body.register_buffer("mask", torch.ones(6), persistent=False)
+        yield "a hidden buffer", 0, lambda: row * body.mask, body
         yield "a loss has weights", 4 * (5 * 6 + 5 * 8 + 8 * 2), lambda: loss(body(x)), body
 
     @pytest.mark.exact("saved_bytes", "after")
@@ -86,9 +88,11 @@ class TestPart2SavedBytes:
         """The pack hook must not change what backward reads: (x e^x)' = e^x (x + 1)."""
         x, results = draw.randn(12, device=device, requires_grad=True), []
         answer.saved_bytes(lambda: results.append(x.exp() * x), nn.Module())
-        results[0].sum().backward()
-        want = x.detach().exp() * (x.detach() + 1)
-        check_close(x.grad, want, "gradient", cause="the hooks give back another tensor")
+        for times in (1, 2):
+            results[0].sum().backward(retain_graph=True)
+            want = times * x.detach().exp() * (x.detach() + 1)
+            cause = "the hooks give back another tensor, or give it back once"
+            check_close(x.grad, want, "gradient", cause=cause)
 
     @pytest.mark.exact("saved_bytes", "after")
     @pytest.mark.parametrize("end", ENDINGS)
@@ -126,6 +130,9 @@ class TestPart2SavedBytes:
     def test_counts_saved_inputs(self):
         x, scale = leaf(10), leaf(1)
         yield "an input and a scale", 4 * 10 + 4, lambda: x * scale
+        model = nn.Linear(10, 1, bias=False)
+        model.weight.grad = torch.ones(1, 10)
+        yield "a gradient", 4 * 10, lambda: x * model.weight.grad, model
 
     @pytest.mark.survives("saved_bytes", 3)
     def test_lets_go_of_the_graph(self, answer, device):
@@ -168,5 +175,7 @@ class TestPart2SavedBytes:
 
     @pytest.mark.survives("saved_bytes", "Raises")
     def test_refuses_what_is_no_model(self, answer):
-        call = lambda: answer.saved_bytes(lambda: None, [nn.ReLU()])  # noqa: E731
+        runs = []
+        call = lambda: answer.saved_bytes(lambda: runs.append(1), [nn.ReLU()])  # noqa: E731
         check_raises(call, TypeError, mentions=["list"], when="for a list as model")
+        check_equal(runs, [], "runs of forward", cause="the model is checked after forward")

@@ -65,6 +65,8 @@ class TestPart3PeakMemory:
         yield "a tensor and views of it", (5, 0, 0), lambda: None, [x, x.t(), x[2:], x]
         yield "only a slice of it", (5, 0, 0), lambda: None, [x[7:]]
         yield "three floats", (12 / KIB, 0, 0), lambda: None, [torch.ones(3)]
+        (leaf := floats(2, requires_grad=True)).grad = floats(2)
+        yield "a leaf without its gradient", (2, 0, 0), lambda: None, [leaf]
 
     @pytest.mark.exact("peak_memory", "peak")
     @agrees_with_the_ruler("memory is missed (in backward?) or counted twice (views? in-place?)")
@@ -90,6 +92,8 @@ class TestPart3PeakMemory:
 
         yield "views and in-place results", (32, 16, 0), step, [x, out]
         yield "a slice that is kept", (0, 8, 8), lambda: kept.append(floats(8)[:1])
+        z = torch.ones(128, dtype=torch.complex64)
+        yield "real and imaginary parts", (1, 0, 0), lambda: torch.view_as_real(z).mul_(2), [z]
         gaps = partial(torch.empty_strided, (2, 64), (192, 1))  # 64 floats, 128 unused, 64
         yield "rows with gaps", (0, 1, 1), lambda: kept.append(gaps())
 
@@ -122,6 +126,7 @@ class TestPart3PeakMemory:
     @counts("another device's memory is counted")
     def test_counts_one_device(self):
         yield "a million floats on meta", (0, 0, 0), lambda: torch.ones(10**6, device="meta") * 2
+        yield "existed on meta", (0, 0, 0), lambda: None, [torch.ones(10**6, device="meta")]
 
     @pytest.mark.saves("peak_memory", "peak")
     def test_shows_what_checkpointing_takes_off_the_peak(self, answer, reference, device):
@@ -161,7 +166,6 @@ class TestPart3PeakMemory:
         for mode in (torch.no_grad, torch.inference_mode):
             step = mode()(lambda: kept.append(floats(2)))
             yield f"a step under {mode.__name__}", (0, 2, 2), step
-        yield "a literal", (0, 1, 1), lambda: kept.append(torch.tensor([1.0] * 256))
 
     @pytest.mark.survives("peak_memory", 2)
     @counts("a list of `existing`, or a loop's variable, keeps them alive")
@@ -175,7 +179,9 @@ class TestPart3PeakMemory:
     @pytest.mark.survives("peak_memory", 3)
     @counts("the peak is that of operations only, or of an earlier measurement")
     def test_a_smaller_step_reports_its_own_peak(self):
-        held = [floats(4)]
+        held, kept = [floats(4)], []
+        yield "a step that keeps", (0, 8, 8), lambda: kept.append(floats(8))
+        yield "then one that does nothing", (0, 0, 0), lambda: None
         yield "a large step", (0, 256, 0), lambda: floats(256)
         yield "then a small one", (0, 4, 0), lambda: floats(4)
         yield "then one that only frees", (4, 0, -4), held.clear, iter(held[:])
@@ -186,6 +192,9 @@ class TestPart3PeakMemory:
         x, out, full = torch.empty(0), torch.empty(0), floats(4)
         yield "resized", (0, 8, 8), lambda: x.resize_(2 * KIB), [x]
         yield "filled as out", (4, 4, 4), lambda: torch.mul(full, 3, out=out), [full, out]
+        yield "resized and gone", (0, 8, 0), lambda: torch.empty(0).resize_(2 * KIB)
+        gone = lambda: torch.mul(full, 3, out=torch.empty(0))  # noqa: E731
+        yield "filled and gone", (4, 4, 0), gone, [full]
 
     @pytest.mark.survives("peak_memory", 5)
     @counts("storage.resize_ is no operation, so sizes are to be read again")
@@ -214,9 +223,11 @@ class TestPart3PeakMemory:
     def test_refuses_a_device_that_it_cannot_measure(self, answer):
         runs = []
         for bad in ("mps", "cuda:99", "tpu", "cpu zero", "meta"):
-            call = lambda bad=bad: answer.peak_memory(lambda: runs.append(1), bad)  # noqa: E731
+            existing = iter([torch.ones(2)])
+            call = partial(answer.peak_memory, lambda: runs.append(1), bad, existing)
             check_raises(call, ValueError, mentions=[bad], when=f"for device {bad!r}")
-        check_equal(runs, [], "runs of the step", cause="the device is checked after the step")
+            cause = "the device is checked too late"
+            check_equal((runs, len([*existing])), ([], 1), "runs, and what is left", cause=cause)
 
 
 def training(model, make, rows):

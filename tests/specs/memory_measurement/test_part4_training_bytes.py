@@ -118,12 +118,17 @@ class TestPart4TrainingBytes:
     @pytest.mark.survives("training_bytes", 5)
     def test_refuses_a_float(self, answer):
         bad = {"7e9, 'adam'": 7e9, "10, 'adam', ranks=2.0": 2.0}
-        bad |= {"10, 'adam', zero_stage=1.0": 1.0, "10, 'lora_4bit', trainable=2.5": 2.5}
+        bad |= {f"10, 'lora_4bit', trainable={n}": n for n in (2.5, 3.0)}
         check_refusals(answer, TypeError, bad)
 
     @pytest.mark.survives("training_bytes", "Raises")
     def test_refuses_bad_input(self, answer):
-        bad = {"10, 'adamw8bit'": "adamw8bit", "-5, 'adam'": -5, "10, 'lora_16bit'": None}
+        bad = {
+            "10, 'adamw8bit'": "adamw8bit",
+            "10, 'Adam'": "Adam",
+            "-5, 'adam'": -5,
+            "10, 'lora_16bit'": None,
+        }
         bad |= {f"10, 'adam', ranks={n}": n for n in (0, -2)}
         bad |= {f"10, 'adam', zero_stage={n}": n for n in (4, -1)}
         bad |= {f"10, 'adam', trainable={n}": n for n in (77, 0)}
