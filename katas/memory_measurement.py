@@ -80,7 +80,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         >>> saved_bytes(lambda: model(x), model)
 
     Args:
-        forward: called once; its result nests tensors at will.
+        forward: called once; its result may be lists, tuples and dicts.
         model: whose tensors are left out.
 
     Raises:
@@ -122,7 +122,7 @@ def peak_memory(
         other devices, and absent ones.
 
     Details:
-        1. Every dtype counts, and every operation, under no_grad and inference_mode too.
+        1. Every dtype counts, and every operation on dense tensors, under no_grad too.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
         3. The peak is never below the baseline, and never that of an earlier measurement.
         4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.
@@ -177,4 +177,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub ceec6f4a09e1
+# untouched stub 7c005b33e0a0

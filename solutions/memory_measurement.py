@@ -111,7 +111,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         >>> saved_bytes(lambda: model(x), model)
 
     Args:
-        forward: called once; its result nests tensors at will.
+        forward: called once; its result may be lists, tuples and dicts.
         model: whose tensors are left out.
 
     Raises:
@@ -179,7 +179,7 @@ def peak_memory(
         other devices, and absent ones.
 
     Details:
-        1. Every dtype counts, and every operation, under no_grad and inference_mode too.
+        1. Every dtype counts, and every operation on dense tensors, under no_grad too.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
         3. The peak is never below the baseline, and never that of an earlier measurement.
         4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.

@@ -188,6 +188,9 @@ def set_allocator_settings(settings: str) -> None:
         torch.cuda.memory._set_allocator_settings(settings)
 
 
+data_version = attrgetter("_version")
+"""How often a tensor has been changed in place: nothing public says so."""
+
 leaf_hooks = attrgetter("_backward_hooks")
 """The hooks on the gradient of a tensor, or None: nothing public lists them."""
 

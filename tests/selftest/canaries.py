@@ -322,6 +322,15 @@ def canary_set_allocator_settings():
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()), kept.shape
 
 
+def canary_data_version():
+    tensor = torch.ones(2)
+    before = private.data_version(tensor)
+    _ = tensor * 2, tensor[0], tensor.numpy()
+    assert private.data_version(tensor) == before
+    tensor[0].add_(1)
+    assert private.data_version(tensor) > before
+
+
 def canary_leaf_hooks():
     leaf = torch.ones(2, requires_grad=True)
     assert not private.leaf_hooks(leaf)

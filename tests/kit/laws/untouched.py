@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from kit.answers.reset_torch import saved_tensors_hooks_in_force
 from kit.laws.checks import UNTOUCHED, SpecFailure
-from kit.private_torch import dispatch_modes, leaf_hooks
+from kit.private_torch import data_version, dispatch_modes, leaf_hooks
 
 # What each observable means for the one who changed it.
 _CAUSES = {
@@ -182,7 +182,7 @@ def _looks(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _version(tensor: Tensor | None) -> Any:
-    return _GONE if tensor is None else tensor._version
+    return _GONE if tensor is None else data_version(tensor)
 
 
 def _attributes(value: object, private: str) -> set[str]:
