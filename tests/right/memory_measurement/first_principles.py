@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -289,12 +290,8 @@ def peak_memory(
             watch.enter(storage)  # no operation shows this one
             return done
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        try:
-            with watch:
-                step()
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized), watch:
+            step()
         gc.collect()
         return PeakMemory(baseline, watch.peak, watch.live - baseline)
     finally:

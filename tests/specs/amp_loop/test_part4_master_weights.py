@@ -123,7 +123,7 @@ class TestPart4MasterWeights:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_leaves_a_parameter_without_a_gradient_alone(self, answer, device, optimizer):
         """Momentum and moments must not move it, after an overflow or a reload either."""
-        cause = "a gradient of an earlier step is used again"
+        cause = "an earlier gradient, or zeros, step a parameter without one"
         sequences = calls(bad=(None, INF), missing=(None, 0, 1))
         hold(answer, lambda: layer(device), optimizer, sequences, cause)
 
