@@ -17,10 +17,9 @@ from desk.verdict import part_of
 from kit import catalog
 from kit.answers import contract, loading
 from kit.answers.loading import Answer
-from kit.catalog import Kata, Section
+from kit.catalog import GROUPS, Kata, Section
 from kit.memory.ruler import human
 
-GROUPS = ("works", "exact", "saves", "survives")
 _LAST_PRINTS = 20
 
 

@@ -16,6 +16,9 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# What specs say, in teaching order: it works, it is exact, it saves memory, it survives.
+GROUPS = ("works", "exact", "saves", "survives")
+
 # A kata is run in two laps: first the core, then its details and the parts that are a stretch.
 Lap = Literal["core", "details", "stretch"]
 

@@ -14,9 +14,8 @@ from desk.hint_file import parse
 from desk.verdict import part_files
 from kit.answers.catalogue import catalogue
 from kit.answers.loading import load, sources
-from kit.catalog import ROOT, Kata, all_katas
+from kit.catalog import GROUPS, ROOT, Kata, all_katas
 
-GROUPS = ("works", "exact", "saves", "survives")
 KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit.answers.catalogue import Entry, catalogue, read
-from kit.answers.causes import GROUPS
-from kit.catalog import Kata, all_katas
+from kit.catalog import GROUPS, Kata, all_katas
 from selftest.tiny import (
     MISTAKES,
     SOLUTION,

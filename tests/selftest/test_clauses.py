@@ -14,10 +14,9 @@ import pytest
 
 from desk.verdict import part_files
 from kit.answers.contract import Clause, contract_of, functions, sentence, words
-from kit.catalog import Kata, all_katas
+from kit.catalog import GROUPS, Kata, all_katas
 from selftest import tiny_laps
 
-GROUPS = ("works", "exact", "saves", "survives")
 MOST_WORDS = (450, 400)  # without the details, and of the details
 
 Clauses = dict[str, tuple[str, Clause]]

@@ -16,21 +16,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from kit.answers import loading
-from kit.catalog import find_kata
+from kit.answers.catalogue import Entry
 from kit.laws import differences as words
 from kit.laws.checks import SpecFailure, fail
+from kit.laws.suspects import Import, suspects
 from kit.laws.trace import Described, Planted, PlantedInterrupt, Trace, World, observe
 
 _NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
 _EXACT = 1e-9  # of numbers that nobody rounds
+_NOTHING = "nothing"  # an observable that was not seen
 
 # (observable, when): nothing is asked of an observable that matches, in such a world.
 Free = tuple[str, Callable[[Trace, World], bool]]
@@ -66,6 +67,7 @@ class Law:
     clauses: Mapping[str, tuple[str, str]]
     _right: dict[str, Trace] = field(default_factory=dict)
     _guesses: dict[tuple[str, str], Trace | None] = field(default_factory=dict)
+    _mistakes: dict[str, ModuleType | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scenarios = {name: s for group in self.groups.values() for name, s in group.items()}
@@ -103,23 +105,25 @@ class Law:
 
     def _differences(self, scenario: str, got: Trace, want: Trace) -> list[Difference]:
         """Where the law is broken; the first is the one to show."""
-        world = want["_world"]
-        rtol = _NEAR
-        found = []
-        for name in dict.fromkeys([*want, *got]):
-            if name.startswith("_") or self._is_free(name, want):
-                continue
-            mine, true = got.get(name, "nothing"), want.get(name, "nothing")
-            if not same(mine, true, rtol):
-                found.append(_narrowed(scenario, name, true, mine, rtol))
+        found = [
+            _narrowed(scenario, name, want.get(name, _NOTHING), got.get(name, _NOTHING))
+            for name in dict.fromkeys([*want, *got])
+            if self._is_otherwise(name, got, want)
+        ]
         if not found and not _is_named(got, want):
-            asked = " and ".join(map(repr, world.mentions))
+            asked = " and ".join(map(repr, want["_world"].mentions))
             message = str(got["_error"])
             found.append(Difference(scenario, "message", f"one that holds {asked}", message))
         return sorted(found, key=self._rank)
 
-    def _is_free(self, name: str, want: Trace) -> bool:
-        return any(re.match(part, name) and when(want, want["_world"]) for part, when in self.free)
+    def _is_otherwise(self, name: str, got: Trace, want: Trace) -> bool:
+        """Whether an observable is not free, and is otherwise than it should be."""
+        world = want["_world"]
+        if name.startswith("_") or any(
+            re.match(p, name) and when(want, world) for p, when in self.free
+        ):
+            return False
+        return not same(got.get(name, _NOTHING), want.get(name, _NOTHING))
 
     def _rank(self, difference: Difference) -> int:
         starts = enumerate(self.clauses)
@@ -156,46 +160,45 @@ class Law:
         mine = {first.scenario: self._pattern(answer, first.scenario, device)}
         if not mine[first.scenario]:
             return None
-        for name, belief, module in known_mistakes(self.kata, self.function):
+        for belief, import_it in suspects(self.kata, self._is_about):
             for scenario in scenarios:
                 if scenario not in mine:
                     mine[scenario] = self._pattern(answer, scenario, device)
-                if (name, scenario) not in self._guesses:
-                    self._guesses[name, scenario] = self._pattern(module, scenario, device)
-                rtol = _NEAR
-                if not same(mine[scenario], self._guesses[name, scenario], rtol):
+                if not same(mine[scenario], self._guess(belief, import_it, scenario, device)):
                     break
             else:
-                return f"{name.replace('_', ' ')}: {belief}"
+                return belief
         return None
 
-    def _pattern(self, module: ModuleType, scenario: str, device: torch.device) -> Trace | None:
+    def _guess(
+        self, belief: str, import_it: Import, scenario: str, device: torch.device
+    ) -> Trace | None:
+        """The pattern of a mistake; it is imported once, which takes longer than a scenario."""
+        if (belief, scenario) not in self._guesses:
+            if belief not in self._mistakes:
+                self._mistakes[belief] = import_it()
+            pattern = self._pattern(self._mistakes[belief], scenario, device)
+            self._guesses[belief, scenario] = pattern
+        return self._guesses[belief, scenario]
+
+    def _is_about(self, mistake: Entry) -> bool:
+        """Whether it is in the function, or in a helper."""
+        scopes = {hunk.scope for hunk in mistake.hunks}
+        return any(scope == self.function or scope.startswith("_") for scope in scopes)
+
+    def _pattern(
+        self, module: ModuleType | None, scenario: str, device: torch.device
+    ) -> Trace | None:
         """All that is otherwise than it should be; None if the call cannot be compared."""
         want = self._wanted(scenario, device)
+        if module is None:
+            return None
         try:
             got = self._see(module, scenario, device)
         except Exception:
             return None
-        rtol = _NEAR
-        pattern = {
-            name: value
-            for name, value in got.items()
-            if not (name.startswith("_") or self._is_free(name, want))
-            and not same(value, want.get(name, "nothing"), rtol)
-        }
+        pattern = {name: v for name, v in got.items() if self._is_otherwise(name, got, want)}
         return pattern if _is_named(got, want) else pattern | {"message": "another"}
-
-
-@cache
-def known_mistakes(kata: str, function: str) -> list[tuple[str, str, ModuleType]]:
-    """Name, belief and module of each mistake of the catalogue in the function or its helpers."""
-    found = []
-    for answer in loading.sources(find_kata(kata), "mistakes"):
-        entry = answer.mistake
-        scopes = {hunk.scope for hunk in entry.hunks} if entry else set()
-        if entry and any(scope == function or scope.startswith("_") for scope in scopes):
-            found.append((entry.name, entry.belief, loading.load(answer.path)))
-    return found
 
 
 def _is_seen(error: BaseException) -> bool:
@@ -209,34 +212,32 @@ def _is_named(got: Trace, want: Trace) -> bool:
     return not is_refused or all(word in str(got["_error"]) for word in want["_world"].mentions)
 
 
-def _narrowed(scenario: str, name: str, want: Any, got: Any, rtol: float) -> Difference:
+def _narrowed(scenario: str, name: str, want: Any, got: Any) -> Difference:
     """Of a table of tensors the first that differs."""
     if isinstance(want, dict) and isinstance(got, dict):
         for key in dict.fromkeys([*want, *got]):
-            if not same(got.get(key), want.get(key), rtol):
+            if not same(got.get(key), want.get(key)):
                 return Difference(scenario, f"{name} of {key}", want.get(key), got.get(key))
     return Difference(scenario, name, want, got)
 
 
-def same(one: Any, other: Any, rtol: float) -> bool:
-    """Whether two observed values agree: tensors as one vector within `rtol`, the rest by ==."""
+def same(one: Any, other: Any) -> bool:
+    """Whether two observed values agree: tensors as vectors, nearly; the rest by ==."""
     if isinstance(one, Described) and isinstance(other, Described):
-        return one.kind == other.kind and same(one.value, other.value, rtol)
+        return one.kind == other.kind and same(one.value, other.value)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and _near(one, other, rtol)
+        return alike and _near(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k], rtol) for k in one)
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(
-            same(a, b, rtol) for a, b in zip(one, other, strict=True)
-        )
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) <= _EXACT * abs(other)
     return type(one) is type(other) and bool(one == other)
 
 
-def _near(one: Tensor, other: Tensor, rtol: float) -> bool:
+def _near(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     one, other = one.double(), other.double()
@@ -244,7 +245,7 @@ def _near(one: Tensor, other: Tensor, rtol: float) -> bool:
     if not torch.equal(one.isfinite(), finite):
         return False
     error = (one - other)[finite].norm()
-    return bool(error <= rtol * other[finite].norm() + 1e-12)
+    return bool(error <= _NEAR * other[finite].norm() + 1e-12)
 
 
 def _shown(value: Any, beside: Any = None) -> str:

@@ -25,16 +25,14 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from kit.answers.loading import load, sources
-from kit.catalog import find_kata
-from kit.laws.checks import check_equal
+from kit.laws.checks import check_equal, same
+from kit.laws.suspects import suspects
 
 Judge = Callable[..., tuple[object, object]]
 Worlds = Callable[[], Iterator[tuple[Any, ...]]]
@@ -72,7 +70,7 @@ def _hold(
 ) -> None:
     __tracebackhide__ = True
     given, error = _given(answer, device, judge, worlds)
-    broken = [name for name, (got, want) in given.items() if _differ(got, want)]
+    broken = [name for name, (got, want) in given.items() if not same(got, want)]
     if not broken:
         if error:
             raise error
@@ -80,8 +78,8 @@ def _hold(
     believed = None if error else _believed(given, device, judge, worlds)
     got, want = given[broken[0]]
     where = f"; {len(broken)} of {len(given)} scenarios" if len(given) > 1 else ""
-    suspects = {believed: got} if believed else {}
-    check_equal(got, want, f"{what} ({broken[0]}{where})", cause=cause, suspects=suspects)
+    fitting = {believed: got} if believed else {}
+    check_equal(got, want, f"{what} ({broken[0]}{where})", cause=cause, suspects=fitting)
 
 
 def _given(
@@ -98,29 +96,14 @@ def _given(
     return given, None
 
 
-def _differ(got: object, want: object) -> bool:
-    return type(got) is not type(want) or got != want
-
-
 def _believed(given: Given, device: torch.device, judge: Judge, worlds: Worlds) -> str | None:
     """The mistake that this spec must catch and that gives just what the answer has given."""
-    path, *_, spec = os.environ["PYTEST_CURRENT_TEST"].partition(" (")[0].split("::")
+    path, *_, test = os.environ["PYTEST_CURRENT_TEST"].partition(" (")[0].split("::")
+    kata, spec = Path(path).parent.name, test.partition("[")[0]
     mine = [got for got, _ in given.values()]
-    for belief, mistake in _caught_by(Path(path).parent.name, spec.partition("[")[0]):
-        its, error = _given(mistake, device, judge, worlds)
+    for belief, import_it in suspects(kata, lambda e: e.caught_by.partition("[")[0] == spec):
+        mistake = import_it()
+        its, error = _given(mistake, device, judge, worlds) if mistake else ({}, None)
         if error is None and [got for got, _ in its.values()] == mine:
             return belief
     return None
-
-
-@cache
-def _caught_by(kata: str, spec: str) -> list[tuple[str, ModuleType]]:
-    """Beliefs and answers of the mistakes that the spec must catch."""
-    try:
-        mistakes = [
-            (answer.mistake, answer.path) for answer in sources(find_kata(kata), "mistakes")
-        ]
-    except (OSError, ValueError):  # the proof complains of it, not a verdict
-        return []
-    mine = [(m, path) for m, path in mistakes if m and m.caught_by.partition("[")[0] == spec]
-    return [(f"{m.name.replace('_', ' ')}: {m.belief}", load(path)) for m, path in mine]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from kit.laws.checks import check
+from kit.laws.checks import check, same
 
 
 class Snapshot:
@@ -24,7 +23,7 @@ class Snapshot:
         __tracebackhide__ = True
         now = self._now()
         kinds = ["weights", "optimizer state"] + (["gradients"] if gradients else [])
-        changed = [kind for kind in kinds if not _same(self.before[kind], now[kind])]
+        changed = [kind for kind in kinds if not same(self.before[kind], now[kind])]
         check(
             not changed,
             expected=f"weights and optimizer state as before {when}",
@@ -40,13 +39,3 @@ class Snapshot:
             ],
             "optimizer state": copy.deepcopy(self.optimizer.state_dict()),
         }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)

@@ -57,24 +57,6 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-class Probe(nn.Module):
-    """Passes its input through and notes what it sees on the way forward and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-        self.backward_under_autocast: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.dtypes.append(x.dtype)
-        x = x * 1
-        device = x.device.type
-        x.register_hook(
-            lambda grad: self.backward_under_autocast.append(torch.is_autocast_enabled(device))
-        )
-        return x
-
-
 def text_batches(count: int, batch: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Real text as bytes: (batch, length) int64 inputs, and the next byte of each as target.
 

@@ -73,7 +73,7 @@ class World:
     mentions: tuple[str, ...] = ()  # what a refusal must name
     visits: Callable[[str], None] = lambda place: None  # hears of model, loss and step
     after: list[Callable[[World], None]] = field(default_factory=list)  # when all is there
-    tags: set[str] = field(default_factory=set)  # what FREE asks for: "not finite", "huge"
+    tags: set[str] = field(default_factory=set)  # what FREE asks for, such as "not finite"
 
     def ready(self, device: torch.device) -> World:
         """Move everything to the device, and make optimizer, scaler and schedule."""
@@ -156,7 +156,6 @@ def observe(
     """Run `call` in a new world and note everything that can be seen of it."""
     reset_torch()
     world = build().ready(device)
-    before = world.now()
     result: Any = None
     error: BaseException | None = None
     with world.outer():
@@ -175,7 +174,7 @@ def observe(
     for number, step in enumerate(world.steps, 1):
         seen |= {f"{key} at step {number}": value for key, value in step.items()}
     seen |= results(result) | world.now()
-    return seen | {"_world": world, "_error": error, "_before": before}
+    return seen | {"_world": world, "_error": error}
 
 
 def results(result: Any) -> Trace:

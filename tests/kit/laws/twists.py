@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit.laws.precisions import SCALE
+from kit.laws.precisions import PRECISIONS, SCALE
 from kit.laws.toys import mse
 from kit.laws.trace import Planted, PlantedInterrupt, World
 
 Twist = Callable[[World], object]
 Rows = Mapping[str, tuple[Twist, ...]]
 Table = dict[str, Callable[[], World]]
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def twisted(base: Callable[[], World], *twists: Twist) -> Callable[[], World]:

@@ -40,6 +40,7 @@ _CAUSES = {
     "random": "a seed is set, or random numbers are drawn that nobody asked for",
     "garbage": "the garbage collector is switched off and not on again",
 }
+_SET = "it is set by hand and not set back"  # whatever else is in force
 
 
 def watch(answer: ModuleType, changes: Mapping[str, tuple[str, ...]]) -> None:
@@ -73,11 +74,11 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
             now = _in_force()
             if now != in_force:
                 changed = next(key for key in now if now[key] != in_force[key])
-                if not changed.startswith(free or _NOTHING):
+                if not changed.startswith(free):
                     return _failure(changed, in_force[changed], now[changed], after)
             for observable, look, old in carried:
                 new = look()
-                if new is not _GONE and new != old and not observable.startswith(free or _NOTHING):
+                if new is not _GONE and new != old and not observable.startswith(free):
                     return _failure(observable, old, new, after)
             return None
 
@@ -96,14 +97,13 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
     return call
 
 
-_NOTHING = ("\0",)
 _GONE = object()  # the object of which something is observed is there no longer
 
 
 def _failure(observable: str, old: Any, new: Any, after: str) -> SpecFailure:
-    cause = next((c for start, c in _CAUSES.items() if start in observable), "")
+    cause = next((c for part, c in _CAUSES.items() if part in observable), _SET)
     expected = f"{observable} as before {after}: {_shown(old)}"
-    return SpecFailure(expected, _shown(new), cause or "see above", bool(cause), UNTOUCHED)
+    return SpecFailure(expected, _shown(new), cause, sure=True, clause=UNTOUCHED)
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kit.laws import draw
 from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
-from kit.laws.precisions import scaler_for
+from kit.laws.precisions import PRECISIONS, scaler_for
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import RUN
@@ -19,7 +19,6 @@ from specs.amp_loop.runs import BATCHES, FAILURES, fails, go_on, load, run, save
 
 # A name may have any suffix, or none.
 NAMES = ["run.pt", "run.tmp", "run", "run.pt.partial", "run.pt.tmp", ".run"]
-PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 
 
 class TestPart3Train:
@@ -84,7 +83,7 @@ class TestPart3Train:
             check_close(got, full, f"loss on text in {dtype}", rtol=0.002, cause=cause)
 
     @pytest.mark.exact("load_checkpoint", "resume")
-    @PRECISIONS
+    @pytest.mark.parametrize("precision", PRECISIONS)
     def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
         """Stopped after 0 to 5 of 6 steps; dropout, batch norm, schedule and scale in between."""
         whole = run(precision, device)

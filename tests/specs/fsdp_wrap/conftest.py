@@ -17,16 +17,20 @@ def _fsdp2_runs_here(device: torch.device) -> None:
         pytest.skip("fully_shard of torch 2.6 does not run on the cpu")
 
 
+@pytest.fixture(scope="session")
+def _all_sizes(request: pytest.FixtureRequest) -> list[int]:
+    return sorted({size for item in request.session.items for size in _sizes(item)})
+
+
 @pytest.fixture(autouse=True)
 def _worlds_meet_meanwhile(
-    request: pytest.FixtureRequest, worlds: Callable[[int], World]
+    request: pytest.FixtureRequest, worlds: Callable[[int], World], _all_sizes: list[int]
 ) -> Iterator[None]:
     """Once a spec has passed, the ranks of all sizes start, while others are simulated."""
     yield
-    session = request.session
-    if session.testsfailed or not forkserver.is_warm():
+    if request.session.testsfailed or not forkserver.is_warm():
         return
-    for size in sorted({size for item in session.items for size in _sizes(item)}):
+    for size in _all_sizes:
         worlds(size).start()
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kit.laws.checks import check, check_close, check_equal
 from kit.laws.precisions import DTYPES, HALVES
-from kit.laws.toys import Probe, mse
+from kit.laws.toys import mse
+from kit.laws.trace import Probe
 from specs.gradient_accumulation.common import (
     Batch,
     check_vector,
@@ -132,13 +133,14 @@ class TestPart3TrainEpoch:
 
         Epoch(model, device, dtype).run(answer, batches, 2, loss_fn)
         cause = "autocast has no, or another, dtype, or ends before the last micro-batch"
-        check_equal(probe.dtypes, [dtype] * 3, "dtypes inside the model", cause=cause)
+        dtypes = [seen for _, seen, *_ in probe.forwards]
+        check_equal(dtypes, [dtype] * 3, "dtypes inside the model", cause=cause)
         cause = "the loss is outside the autocast block"
         check_equal(loss_autocast, [True] * 3, "autocast during the loss", cause=cause)
         cause = "the output goes to the loss in 16 bits"
         check_equal(output_dtypes, [torch.float32] * 3, "dtypes of the output", cause=cause)
         check_equal(
-            probe.backward_under_autocast,
+            [under for _, under in probe.backwards],
             [False] * 3,
             "autocast during the backward passes",
             cause="backward() is inside the autocast block",

@@ -1,0 +1,42 @@
+"""The mistakes of the catalogue as answers: what behaves just as one of them has its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+
+from kit.answers.catalogue import Entry
+from kit.answers.loading import Answer, load, sources
+from kit.catalog import find_kata
+
+Import = Callable[[], ModuleType | None]
+
+
+def suspects(kata: str, wanted: Callable[[Entry], bool]) -> Iterator[tuple[str, Import]]:
+    """What a mistake does and the belief behind it, in words, and how it is imported afresh.
+
+    An answer may remember what was done with it, so one that was used before is another answer. One
+    that cannot be imported is None: the proof complains of it, not a verdict.
+    """
+    for answer in _mistakes(kata):
+        entry = answer.mistake
+        if entry and wanted(entry):
+            words = f"{entry.name.replace('_', ' ')}: {entry.belief}"
+            yield words, partial(_imported, answer.path)
+
+
+@cache
+def _mistakes(kata: str) -> list[Answer]:
+    try:
+        return sources(find_kata(kata), "mistakes")
+    except (OSError, ValueError):
+        return []
+
+
+def _imported(path: Path) -> ModuleType | None:
+    try:
+        return load(path)
+    except Exception:
+        return None
