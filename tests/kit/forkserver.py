@@ -105,8 +105,8 @@ def preload(modules: Collection[str]) -> None:
 
     A fork that is asked for meanwhile comes a little later. What is not there is left out.
     """
-    if modules and _folder and not _is_fork() and is_warm():
-        (_folder / PRELOAD_FILE).write_text("\n".join(modules), encoding="utf-8")
+    if modules and is_warm():
+        (start() / PRELOAD_FILE).write_text("\n".join(modules), encoding="utf-8")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid(), PRELOAD_SIGNAL)
 

@@ -58,9 +58,7 @@ def _clear_away(folder: Path) -> None:
 
 
 def _modules() -> Iterator[str]:
-    yield from ("numpy", "torch", "torch.distributed.fsdp")
-    yield "torch.distributed.checkpoint.state_dict"
-    yield from ("pytest", "pytest_timeout", "psutil", "tblib")
+    yield from ("numpy", "torch", "pytest", "pytest_timeout", "psutil", "tblib")
     yield from (module.name for module in pkgutil.walk_packages(kit.__path__, "kit."))
 
 

@@ -54,6 +54,10 @@ class _Rank:
     ready: Ready | None = None
 
 
+# What takes half a second to import, and only answers that shard need.
+_SHARDING = {"torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"}
+
+
 class World:
     """So many processes, each a rank of one group: gloo, or NCCL with a GPU for each."""
 
@@ -73,6 +77,7 @@ class World:
         if self._ranks:
             return
         self._folder = Path(tempfile.mkdtemp(prefix="world-", dir=forkserver.start()))
+        forkserver.preload(_SHARDING & sys.modules.keys())  # once, and not on each rank
         seed_shift = os.environ.get(draw.SHIFT_VARIABLE, "0")
         for number in range(self.size):
             here, there = forkserver.pipe()
