@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit import private_torch as private
+from kit.catalog import ROOT
 from kit.ranks.simulated import simulated_world
 
 TESTED = "2.13"  # what a torch before this one lacks, its canary forgives
@@ -440,7 +442,8 @@ def canary_RANK_IS_GONE():
 
 def canary_GLOO_ABORTS():
     program = "from selftest import canaries; canaries.call_what_does_not_fit()"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert ended.returncode < 0
     assert private.GLOO_ABORTS in ended.stderr
 

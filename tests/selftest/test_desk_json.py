@@ -48,7 +48,7 @@ COMMANDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "reference": (schema.Judged, ("kata", "1", "--answers", "solutions")),
     "every reference": (schema.Judged, ("kata", "--answers", "solutions")),
     "one part": (schema.Judged, _kata("counter", "1")),
-    "failing": (schema.Judged, _kata("all", "--all")),
+    "failing": (schema.Judged, _kata("all", "--all", "--timeout=2")),
     "stopped": (schema.Judged, _kata("counter")),
     "broken": (schema.Judged, _kata("syntax")),
     "gpu": (schema.Judged, ("gpu", "1")),

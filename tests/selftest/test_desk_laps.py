@@ -31,15 +31,15 @@ def walk() -> dict[str, str]:
     for name, text in STEPS.items():
         if text:
             home.write("katas/laps.py", text)
-        seen[name] = home.run("desk", "kata", "laps", COLUMNS="80")[1]
-        seen[f"{name}, board"] = home.run("desk", "board", COLUMNS="80")[1]
+        seen[name] = home.desk("kata", "laps", COLUMNS="80")[1]
+        seen[f"{name}, board"] = home.desk("board", COLUMNS="80")[1]
         if name in ("sign", "details"):
-            seen[f"{name}, hint"] = home.run("desk", "hint", "laps")[1]
+            seen[f"{name}, hint"] = home.desk("hint", "laps")[1]
         if name == "details":
-            seen["json"] = home.run("desk", "kata", "laps", "--json")[1]
-    seen["one part"] = home.run("desk", "kata", "laps", "1")[1]
+            seen["json"] = home.desk("kata", "laps", "--json")[1]
+    seen["one part"] = home.desk("kata", "laps", "1")[1]
     home.write("katas/laps.py", STEPS["sign"])
-    seen["all"] = home.run("desk", "kata", "laps", "--all")[1]
+    seen["all"] = home.desk("kata", "laps", "--all")[1]
     return seen
 
 

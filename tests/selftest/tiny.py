@@ -7,6 +7,7 @@ files and one row. Nothing of the candidate's is in the copy.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import signal
@@ -17,13 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from kit.answers.stubs import make_stub
 from kit.catalog import ROOT
+from selftest import desk_host
 
 SOLUTION = '''\
 """Tiny mean: the smallest kata that has all of a kata."""
@@ -220,7 +222,7 @@ class House:
     """A repository in a temporary folder."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self._settle(root)
         skip = shutil.ignore_patterns("__pycache__")
         for folder in ("kit", "desk"):
             shutil.copytree(ROOT / "tests" / folder, root / "tests" / folder, ignore=skip)
@@ -231,8 +233,12 @@ class House:
     def of(cls, root: Path) -> House:
         """A repository that is there already."""
         house = cls.__new__(cls)
-        house.root = root
+        house._settle(root)
         return house
+
+    def _settle(self, root: Path) -> None:
+        self.root, self._lock = root, threading.Lock()
+        self._host: subprocess.Popen[str] | None = None
 
     def add_kata(self, name: str) -> None:
         """Everything that a new kata is: some files and one row."""
@@ -258,13 +264,19 @@ class House:
         self, *arguments: str, new_group: bool = False, **variables: str
     ) -> subprocess.Popen[str]:
         """`python -m ...` at home in this house."""
+        return self._popen("-m", *arguments, new_group=new_group, **variables)
+
+    def _popen(
+        self, *arguments: str, new_group: bool = False, stdin: int | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
         for name in ("PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS", "FORCE_COLOR"):
             env.pop(name, None)
         return subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, *arguments],
             cwd=self.root,
             env=env,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
@@ -277,9 +289,19 @@ class House:
         out, _ = process.communicate(timeout=600)  # the specs' own limits end it
         return process.returncode, out
 
-    def desk(self, *arguments: str) -> Result:
-        """`python -m desk ...`."""
-        return self.run("desk", *arguments)
+    def desk(self, *arguments: str, **variables: str) -> Result:
+        """`python -m desk ...`, but in one process for all the commands of this house."""
+        line = json.dumps({"words": arguments, "variables": variables}) + "\n"
+        with self._lock:
+            while True:
+                if self._host is None or self._host.poll() is not None:
+                    self._host = self._popen(desk_host.__file__, stdin=subprocess.PIPE)
+                with suppress(BrokenPipeError):  # it has just left, for nobody asked for long
+                    self._host.stdin.write(line)
+                    self._host.stdin.flush()
+                if answer := self._host.stdout.readline():
+                    return tuple(json.loads(answer))
+                self._host.wait()
 
 
 Result = tuple[int, str]

@@ -1,0 +1,48 @@
+"""Commands of the desk one after another in one process, so that torch is imported once for them.
+
+A line of JSON on stdin is a command with its variables, one on stdout its exit code and what it
+has printed. The host leaves when nobody has asked for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import select
+import sys
+import traceback
+
+from desk.__main__ import main
+
+IDLE = 5.0  # seconds
+
+
+def run(words: list[str], variables: dict[str, str]) -> tuple[int, str]:
+    """Run one command as in a process of its own."""
+    out = io.StringIO()
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                code = main(words)
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return code, out.getvalue()
+
+
+if __name__ == "__main__":
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stdout has answers only
+    while select.select([sys.stdin], [], [], IDLE)[0] and (line := sys.stdin.readline()):
+        print(json.dumps(run(**json.loads(line))), flush=True)
