@@ -1,20 +1,22 @@
 """One law: what is seen of an answer is what is seen of the oracle, apart from what is free.
 
-    STEP = Law("amp_loop", "train_step", call, oracle.train_step, scenarios, FREE, CLAUSES)
+    STEP = Law("amp_loop", "train_step", call, oracle.train_step, one_step, FREE, CLAUSES)
 
-    def test_no_foreign_parameter_counts(self, answer, device):
-        STEP.hold(answer, device, "foreign parameters")
+    @STEP.spec("fp32", "fp16")
+    def test_no_foreign_parameter_counts(self):
+        yield "a frozen parameter", frozen
+        yield "a foreign parameter, clipped", foreign, option(max_norm=0.5)
 
-A spec is one sentence of the contract, and names the group of scenarios in which it is tried; each
-group has one spec. `FREE` is what the contract leaves open. The cause of a failure is computed:
-each mistake of the catalogue is put into the same scenarios, and where the answer differs just as a
-mistake does, in all that are tried, that mistake is the cause.
+A spec is one sentence of the contract, and yields the scenarios in which it is tried. `FREE` is
+what the contract leaves open. The cause of a failure is computed: each mistake of the catalogue is
+put into the same scenarios, and where the answer differs just as a mistake does, in all that are
+tried, that mistake is the cause.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -26,8 +28,18 @@ from torch import Tensor
 from kit.answers.catalogue import Entry
 from kit.laws import differences as words
 from kit.laws.checks import SpecFailure, fail
+from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Import, suspects
-from kit.laws.trace import Described, Planted, PlantedInterrupt, Trace, World, observe
+from kit.laws.trace import (
+    MEANINGS,
+    Described,
+    Planted,
+    PlantedInterrupt,
+    Trace,
+    World,
+    observe,
+)
+from kit.laws.twists import in_precision, twisted
 
 _NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
 _EXACT = 1e-9  # of numbers that nobody rounds
@@ -52,30 +64,48 @@ class Law:
     Attributes:
         call: how an answer is called in a world.
         oracle: what it should do there.
-        groups: scenarios by group; a scenario's name occurs once.
+        base: the plain world, which each scenario changes.
         free: what the contract leaves open.
-        clauses: the start of an observable's name, to the clause of the contract about it and to
-            what a difference most likely means.
+        clauses: what an observable's name begins with, a pattern, to the clause of the contract
+            about it.
     """
 
     kata: str
     function: str
     call: Callable[[ModuleType, World], Any]
     oracle: Callable[[World], Any]
-    groups: Mapping[str, Mapping[str, Callable[[], World]]]
+    base: Callable[[], World]
     free: tuple[Free, ...]
-    clauses: Mapping[str, tuple[str, str]]
+    clauses: Mapping[str, str]
     _right: dict[str, Trace] = field(default_factory=dict)
     _guesses: dict[tuple[str, str], Trace | None] = field(default_factory=dict)
     _mistakes: dict[str, ModuleType | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scenarios = {name: s for group in self.groups.values() for name, s in group.items()}
+        self.groups: dict[str, list[str]] = {}  # names of scenarios, by the spec that yields them
+        self.scenarios: dict[str, Callable[[], World]] = {}
 
-    def hold(self, answer: ModuleType, device: torch.device, group: str) -> None:
-        """Fail unless the answer does as the oracle in every scenario of the group."""
+    def spec(self, *precisions: str) -> Callable[[Any], Any]:
+        """Make a spec of a function that yields scenarios: a name, and what it changes in a world.
+
+        Each is tried in these precisions, or as it is.
+        """
+
+        def with_scenarios(function: Any) -> Any:
+            made = {
+                f"{name}, {precision}": twisted(self.base, in_precision(precision), *twists)
+                for name, *twists in function(None)
+                for precision in precisions
+            } or {name: twisted(self.base, *twists) for name, *twists in function(None)}
+            self.groups[function.__name__] = [*made]
+            self.scenarios |= made
+            return as_spec(function, lambda _, answer, device: self._hold(answer, device, [*made]))
+
+        return with_scenarios
+
+    def _hold(self, answer: ModuleType, device: torch.device, chosen: Sequence[str]) -> None:
+        """Fail unless the answer does as the oracle in each of these scenarios."""
         __tracebackhide__ = True
-        chosen = [*self.groups[group]]
         found: list[Difference] = []
         for scenario in chosen:
             got = self._see(answer, scenario, device)
@@ -126,18 +156,17 @@ class Law:
         return not same(got.get(name, _NOTHING), want.get(name, _NOTHING))
 
     def _rank(self, difference: Difference) -> int:
-        starts = enumerate(self.clauses)
-        return next(
-            (n for n, s in starts if difference.observable.startswith(s)), len(self.clauses)
-        )
+        starts = enumerate(MEANINGS)
+        return next((n for n, s in starts if difference.observable.startswith(s)), len(MEANINGS))
 
     def _fail(
         self, found: list[Difference], tried: int, answer: ModuleType, device: torch.device
     ) -> NoReturn:
         __tracebackhide__ = True
         first = found[0]
-        start = next((s for s in self.clauses if first.observable.startswith(s)), None)
-        clause, meaning = self.clauses[start] if start is not None else ("", "")
+        name = first.observable
+        clause = next((c for pattern, c in self.clauses.items() if re.match(pattern, name)), "")
+        meaning = next((m for start, m in MEANINGS.items() if name.startswith(start)), "")
         where = first.scenario
         if found[1:]:
             others = "; ".join(d.scenario for d in found[1:4])

@@ -49,20 +49,30 @@ def scenarios(what: str) -> Callable[[Judge], Callable[[str], Callable[[Any], An
     def with_judge(judge: Judge) -> Callable[[str], Callable[[Any], Any]]:
         def with_cause(cause: str) -> Callable[[Any], Any]:
             def with_worlds(worlds: Any) -> Any:
-                def spec(self: object, answer: ModuleType, device: torch.device) -> None:
+                def hold(self: object, answer: ModuleType, device: torch.device) -> None:
                     __tracebackhide__ = True
                     _hold(answer, device, judge, functools.partial(worlds, self), what, cause)
 
-                signature = inspect.signature(spec)
-                functools.update_wrapper(spec, worlds)
-                vars(spec)["__signature__"] = signature  # pytest reads it: answer and device
-                return spec
+                return as_spec(worlds, hold)
 
             return with_worlds
 
         return with_cause
 
     return with_judge
+
+
+def as_spec(worlds: Any, hold: Callable[[object, ModuleType, torch.device], None]) -> Any:
+    """`hold` as a spec, under the name and at the place of a function that yields scenarios."""
+
+    def spec(self: object, answer: ModuleType, device: torch.device) -> None:
+        __tracebackhide__ = True
+        hold(self, answer, device)
+
+    signature = inspect.signature(spec)
+    functools.update_wrapper(spec, worlds)
+    vars(spec)["__signature__"] = signature  # pytest reads it: answer and device
+    return spec
 
 
 def _hold(
@@ -104,6 +114,6 @@ def _believed(given: Given, device: torch.device, judge: Judge, worlds: Worlds) 
     for belief, import_it in suspects(kata, lambda e: e.caught_by.partition("[")[0] == spec):
         mistake = import_it()
         its, error = _given(mistake, device, judge, worlds) if mistake else ({}, None)
-        if error is None and [got for got, _ in its.values()] == mine:
+        if error is None and same([got for got, _ in its.values()], mine):
             return belief
     return None

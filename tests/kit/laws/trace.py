@@ -23,6 +23,31 @@ from kit.laws.toys import mse
 Trace = dict[str, Any]  # the name of an observable, to what was seen of it
 
 
+# What it most likely means where an observable is otherwise; the first that is, is shown.
+MEANINGS = {
+    "outcome": "this input is not checked, or an error is kept back",
+    "message": "the message does not say which value was wrong",
+    "kept gradients": "the check comes too late: gradients are changed already",
+    "number of results": "one for each batch",
+    "passes forward": "the model runs in another precision, mode, or more than once",
+    "passes back": "backward() runs under autocast",
+    "loss calls": "the loss runs in another precision, on an output in 16 bits, or out of turn",
+    "skipped": "ask the scaler whether it skipped: no norm, loss or weight tells",
+    "loss": "it is scaled still, of another dtype, or kept with its graph",
+    "grad_norm": "it is scaled still, clipped, or not over all that was trained",
+    "gradients at": "they are scaled still, stale, or clipped in another way",
+    "optimizer steps": "a step too many, or none",
+    "rate": "the schedule is ahead of the steps, or behind",
+    "weights": "another step was taken",
+    "optimizer state": "another step was taken",
+    "optimizer groups": "the schedule is ahead of the steps, or behind",
+    "scaler": "update() is missing, called twice, or called for something else",
+    "schedule": "the schedule advances at another time than with a step taken",
+    "buffers": "the model runs more than once, or in another mode",
+    "random state": "a seed is set, or random numbers are drawn",
+}
+
+
 class Planted(OSError):
     """An error that the scenario raises; it must come through."""
 
@@ -71,6 +96,7 @@ class World:
     options: dict[str, Any] = field(default_factory=dict)
     outer: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the caller is inside of
     mentions: tuple[str, ...] = ()  # what a refusal must name
+    refused_at: int | None = None  # after how many steps it comes
     visits: Callable[[str], None] = lambda place: None  # hears of model, loss and step
     after: list[Callable[[World], None]] = field(default_factory=list)  # when all is there
     tags: set[str] = field(default_factory=set)  # what FREE asks for, such as "not finite"
@@ -90,7 +116,7 @@ class World:
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(params, **self.sgd)
         if self.adam is not None:
             self.optimizer = torch.optim.Adam(params, **self.adam)
-        self.grad_scaler = GradScaler(device.type, **self.scaler) if self.scaler else None
+        self.grad_scaler: Any = GradScaler(device.type, **self.scaler) if self.scaler else None
         self.scheduler = None
         if self.gamma:
             self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, self.gamma)

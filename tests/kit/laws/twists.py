@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from kit.laws.toys import mse
 from kit.laws.trace import Planted, PlantedInterrupt, World
 
 Twist = Callable[[World], object]
-Rows = Mapping[str, tuple[Twist, ...]]
-Table = dict[str, Callable[[], World]]
 
 
 def twisted(base: Callable[[], World], *twists: Twist) -> Callable[[], World]:
@@ -28,28 +26,6 @@ def twisted(base: Callable[[], World], *twists: Twist) -> Callable[[], World]:
         return world
 
     return build
-
-
-def in_precisions(
-    base: Callable[[], World], groups: Mapping[str, Rows], *names: str
-) -> dict[str, Table]:
-    """Groups of scenarios, one for each row in each precision; named "a row, fp16"."""
-    return {
-        group: {
-            f"{name}, {precision}": twisted(base, in_precision(precision), *twists)
-            for name, twists in rows.items()
-            for precision in names or PRECISIONS
-        }
-        for group, rows in groups.items()
-    }
-
-
-def as_they_are(base: Callable[[], World], groups: Mapping[str, Rows]) -> dict[str, Table]:
-    """Groups of scenarios, one for each row."""
-    return {
-        group: {name: twisted(base, *twists) for name, twists in rows.items()}
-        for group, rows in groups.items()
-    }
 
 
 def in_precision(name: str) -> Twist:
@@ -119,6 +95,55 @@ def loss_with_a_parameter(w: World) -> None:
     shift = w.extra["shift"] = nn.Parameter(torch.zeros(5))
     shift.grad = torch.full_like(shift, 1000.0)
     w.loss = lambda out, y: mse(out + shift, y)
+
+
+def loss_with_a_matrix_product(w: World) -> None:
+    """The loss ends in a matrix product, which autocast computes in 16 bits."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        error = (out - y).square().reshape(1, -1)
+        return (torch.ones_like(error) @ error.T).sum() / error.numel()
+
+    w.loss = loss
+
+
+def large_inputs(w: World) -> None:
+    """Inputs of 2**20 are infinite in float16; the model itself brings them down."""
+    w.model.register_forward_pre_hook(lambda _, inputs: inputs[0] * 2.0**-20)
+    w.batches = [(x * 2.0**20, y) for x, y in w.batches]
+
+
+def infinite_target(w: World) -> None:
+    """The first target of the first batch."""
+    w.batches[0][1][0, 0] = math.inf
+    w.tags = {*w.tags, "not finite"}
+
+
+def in_lists(w: World) -> None:
+    """Batches as a DataLoader makes them."""
+    w.batches = [[*batch] for batch in w.batches]
+
+
+def scaled(**options: float) -> Twist:
+    """Options of the scaler, where there is one."""
+    return lambda w: w.scaler and put(scaler={**w.scaler, **options})(w)
+
+
+class OnlyItsProtocol:
+    """A scaler with the methods that train_step may call, and no more."""
+
+    def __init__(self, scaler: Any) -> None:
+        for name in ("scale", "unscale_", "step", "update", "get_scale", "state_dict"):
+            setattr(self, name, getattr(scaler, name))
+
+
+def another_scaler(w: World) -> None:
+    """The scaler is not torch's."""
+
+    def twist(w: World) -> None:
+        w.grad_scaler = OnlyItsProtocol(w.grad_scaler)
+
+    w.after.append(twist)
 
 
 def tied(w: World) -> None:
@@ -197,6 +222,27 @@ def fails(
     return twist
 
 
-def refused(*twists: Twist, mentions: Iterable[object] = ()) -> tuple[Twist, ...]:
-    """A call that is refused with such words, in the middle of training."""
-    return (put(mentions=tuple(map(str, mentions))), *twists, trained_before)
+def refused(*twists: Twist, mentions: Iterable[object] = (), at: int = 0) -> tuple[Twist, ...]:
+    """A call that is refused with such words, in the middle of training, after `at` steps."""
+    return (put(mentions=tuple(map(str, mentions)), refused_at=at), *twists, trained_before)
+
+
+def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
+    """Scenarios with a batch, at this place, that is no pair of tensors of one length."""
+    ones = torch.ones
+    for name, batch, *mentions in (
+        ("no rows", (ones(0, 7), ones(0, 5)), 0),
+        ("6 inputs and 1 target", (ones(6, 7), ones(1, 5)), 6, 1),
+        ("1 input and 6 targets", (ones(1, 7), ones(6, 5)), 1, 6),
+        ("three tensors", (ones(2, 7), ones(2, 5), ones(2))),
+        ("one tensor of two rows", ones(2, 7)),
+        ("lists of numbers", ([1.0, 2.0], [1.0, 2.0])),
+        ("tensors without rows", (ones(()), ones(()))),
+        ("a tensor and None", (ones(2, 7), None)),
+        ("a dict", {"x": ones(2, 7), "y": ones(2, 5)}),
+    ):
+        yield f"a batch of {name}", *refused(_batch(batch, at), mentions=mentions, at=at)
+
+
+def _batch(batch: object, at: int) -> Twist:
+    return lambda w: w.batches.__setitem__(at, batch)

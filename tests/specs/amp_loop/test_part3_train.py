@@ -1,54 +1,70 @@
 """Many steps: batches, schedule, real text, and a stop at any step that leaves no trace."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_close, check_equal, check_raises
+from kit.laws.bars import bar
+from kit.laws.checks import check, check_close, check_equal, check_raises
+from kit.laws.failures import FAILURES, failing
 from kit.laws.precisions import PRECISIONS, scaler_for
 from kit.laws.toys import Block, mlp, mse, text_batches
+from kit.laws.trace import PlantedInterrupt, World
+from kit.laws.twists import fails, gradient, in_precision, insert, option, put
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import RUN
-from specs.amp_loop.runs import BATCHES, FAILURES, fails, go_on, load, run, save
+from specs.amp_loop.laws import RUN, refusals, train
 
-# A name may have any suffix, or none.
+# A file's name may have any suffix, or none: one for each step after which a run stops.
 NAMES = ["run.pt", "run.tmp", "run", "run.pt.partial", "run.pt.tmp", ".run"]
+
+
+def run(precision, device):
+    """A run with all that training carries along: dropout, batch norm, Adam, scale and schedule."""
+    draw.seed(11)
+    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Tanh(), nn.Linear(9, 2)
+    batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
+    world = World(nn.Sequential(*layers), batches, adam={"lr": 0.02})
+    in_precision(precision)(world)
+    if precision == "fp16":
+        world.scaler = {"init_scale": 256.0, "growth_interval": 2}
+        batches[1][1][0, 0] = math.inf
+    world.ready(device)
+    world.scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, step_size=2, gamma=0.5)
+    return world
+
+
+def go_on(world, first, last=None):
+    """Train on these batches, as the contract of train says; the losses, and all there is then."""
+    every, world.batches = world.batches, world.batches[first:last]
+    losses = [result.loss.item() for result in train(world)]
+    world.batches = every
+    return {**world.now(), "schedule": world.scheduler.state_dict(), "losses": losses}
+
+
+def parts(w):
+    return w.model, w.optimizer, w.grad_scaler, w.scheduler
 
 
 class TestPart3Train:
     @pytest.mark.works("train", "batches")
-    def test_takes_a_step_for_each_batch(self, answer, device):
-        RUN.hold(answer, device, "batches")
+    @RUN.spec(*PRECISIONS)
+    def test_takes_a_step_for_each_batch(self):
+        yield ("a plain run",)
+        yield "a clipped run", option(max_norm=0.5)
+        yield "no batches", lambda w: w.batches.clear()
+        yield "dropout", insert(lambda: nn.Dropout(0.5))
+        yield "dropout in eval mode", insert(lambda: nn.Dropout(0.5), train=False)
+        yield "no schedule", put(gamma=None)
 
     @pytest.mark.exact("train", "scheduler")
-    def test_the_schedule_follows_the_steps_that_were_taken(self, answer, device):
-        RUN.hold(answer, device, "overflows")
-
-    @pytest.mark.exact("train", "batches")
-    def test_takes_batches_one_at_a_time(self, answer, device):
-        """The weights have moved n times when batch n + 1 is asked for."""
-        model = mlp(3, 2, device=device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        seen = []
-
-        def data() -> Iterator[tuple[Tensor, Tensor]]:
-            for _ in range(3):
-                seen.append(model[0].weight.detach().clone())
-                yield torch.ones(2, 3, device=device), torch.ones(2, 2, device=device)
-
-        answer.train(model, data(), mse, optimizer, dtype=torch.float32)
-        check(
-            len({tuple(weight.flatten().tolist()) for weight in seen}) == 3,
-            expected="a step between one batch and the next",
-            got="weights that have not moved when the next batch is asked for",
-            cause="the batches are drained into a list before training",
-        )
+    @RUN.spec("fp16")
+    def test_the_schedule_follows_the_steps_that_were_taken(self):
+        for number in (1, 2, 4, 7):
+            yield f"an overflow at batch {number}", gradient(math.inf, number)
 
     @pytest.mark.exact("train_step", "dtype")
     def test_learns_real_text_as_well_as_float32(self, answer, device):
@@ -57,92 +73,72 @@ class TestPart3Train:
         Measured: 0.003 % (bfloat16) and 0.001 % (float16); with bfloat16 weights 0.4 %.
         """
 
-        def last_losses(dtype: torch.dtype) -> float:
+        def last_losses(dtype):
             draw.seed(1)
             model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
-            model.to(device)
-            results = answer.train(
-                model,
-                ((x.to(device), y.to(device)) for x, y in text_batches(50, batch=4, length=17)),
-                lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
-                torch.optim.Adam(model.parameters(), lr=0.003),
-                # A scale that overflows at first would skip steps, and learn from fewer batches.
-                scaler_for(dtype, device, init_scale=1024.0),
-                dtype=dtype,
-                max_norm=1.0,
-            )
-            return sum(result.loss.item() for result in results[-10:]) / 10
+            optimizer = torch.optim.Adam(model.to(device).parameters(), lr=0.003)
+            batches = text_batches(50, batch=4, length=17)
+            batches = ((x.to(device), y.to(device)) for x, y in batches)
+            loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+            # A scale that overflows at first would skip steps, and learn from fewer batches.
+            scaler = scaler_for(dtype, device, init_scale=1024.0)
+            steps = answer.train(model, batches, loss, optimizer, scaler, dtype=dtype, max_norm=1.0)
+            return sum(step.loss.item() for step in steps[-10:]) / 10
 
         full = last_losses(torch.float32)
-        below_start = full < 4
-        expected = "a float32 loss below 4 (ln 256 = 5.5)"
-        check(below_start, expected=expected, got=full, cause="no learning")
+        check(full < 4, expected="a loss below 4 (ln 256 = 5.5)", got=full, cause="no learning")
         cause = "gradients underflow or are clipped while scaled, or weights are 16-bit"
         for dtype in (torch.bfloat16, torch.float16):
-            got = last_losses(dtype)
-            check_close(got, full, f"loss on text in {dtype}", rtol=0.002, cause=cause)
+            check_close(last_losses(dtype), full, f"{dtype}'s loss", rtol=0.002, cause=cause)
 
     @pytest.mark.exact("load_checkpoint", "resume")
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
         """Stopped after 0 to 5 of 6 steps; dropout, batch norm, schedule and scale in between."""
-        whole = run(precision, device)
-        losses = go_on(whole, 0, BATCHES)
-        want = whole.now() | {"schedule": whole.scheduler.state_dict()}
+        whole = go_on(run(precision, device), 0)
         cause = "it is not saved, or not loaded, or what came after the save has leaked into it"
-        for stop in range(BATCHES):
-            path = tmp_path / NAMES[stop]
-            first = run(precision, device)
+        for stop, name in enumerate(NAMES):
+            first, path = run(precision, device), tmp_path / name
             go_on(first, 0, stop)
-            save(answer, path, first)
-            go_on(first, stop, BATCHES)
+            answer.save_checkpoint(path, *parts(first))
+            go_on(first, stop)
             draw.seed(99)
-            second = run(precision, device)
-            load(answer, path, second)
-            got = go_on(second, stop, BATCHES)
-            now = second.now() | {"losses": got, "schedule": second.scheduler.state_dict()}
-            check_equal(
-                now, want | {"losses": losses[stop:]}, f"a stop at step {stop}", cause=cause
-            )
+            answer.load_checkpoint(path, *parts(second := run(precision, device)))
+            want = whole | {"losses": whole["losses"][stop:]}
+            check_equal(go_on(second, stop), want, f"a stop at step {stop}", cause=cause)
 
     @pytest.mark.saves("train", "memory")
-    def test_memory_does_not_grow_with_the_number_of_steps(self, answer, reference, device):
-        """Twelve steps hold no more than two: bar 1.05 x the peak of two."""
-
-        def peak(module: object, steps: int) -> int:
+    @bar(
+        "peak of twelve steps above the baseline",
+        "1.05 x the peak of two steps; plain keeps ten more batches",
+        "batches are all fetched first or kept, or something else of every step is",
+    )
+    def test_memory_does_not_grow_with_the_number_of_steps(self, device, reference):
+        def peak(module, steps=12):
             model = mlp(16, 512, 16, device=device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-
-            def data() -> Iterator[tuple[Tensor, Tensor]]:
-                for _ in range(steps):
-                    yield torch.ones(256, 16, device=device), torch.ones(256, 16, device=device)
-
-            reading = measure(
-                lambda: module.train(model, data(), mse, optimizer, dtype=torch.float32),
-                device,
-                known=[model, optimizer],
+            shape = (256, 16)
+            data = (
+                (torch.ones(shape, device=device), torch.ones(shape, device=device))
+                for _ in range(steps)
             )
-            return reading.above_baseline
+            call = lambda: module.train(model, data, mse, optimizer, dtype=torch.float32)  # noqa: E731
+            return measure(call, device, known=[model, optimizer]).above_baseline
 
-        two, one_batch = peak(reference, 2), 2 * 256 * 16 * 4
-        check_bar(
-            "peak of twelve steps above the baseline",
-            peak(answer, 12),
-            1.05 * two,
-            plain=two + 10 * one_batch,
-            reference=peak(reference, 12),
-            formula="1.05 x the peak of two steps; plain keeps ten more batches",
-            cause="batches are all fetched first or kept, or something else of every step is",
-        )
+        two = peak(reference, 2)
+        return peak, 1.05 * two, two + 10 * 2 * 256 * 16 * 4
 
     @pytest.mark.survives("train", "Raises")
-    def test_refuses_what_train_step_refuses(self, answer, device):
+    @RUN.spec()
+    def test_refuses_what_train_step_refuses(self):
         """The three batches before a bad one count."""
-        RUN.hold(answer, device, "bad batches")
+        yield from refusals(at=3)
 
     @pytest.mark.survives("train", "untouched")
-    def test_an_error_ends_the_run(self, answer, device):
-        RUN.hold(answer, device, "errors")
+    @RUN.spec(*PRECISIONS)
+    def test_an_error_ends_the_run(self):
+        yield "the model fails at the third batch", fails("model", 3)
+        yield "Ctrl-C at the third batch", fails("model", 3, PlantedInterrupt)
 
     @pytest.mark.survives("save_checkpoint", "saved")
     def test_a_save_changes_nothing(self, answer, device, tmp_path):
@@ -150,7 +146,7 @@ class TestPart3Train:
         world = run("fp16", device)
         go_on(world, 0, 3)
         before = world.now()
-        save(answer, str(tmp_path / "run.pt"), world)
+        answer.save_checkpoint(str(tmp_path / "run.pt"), *parts(world))
         check_equal(world.now(), before, "the run after a save", cause="the save changes it")
 
     @pytest.mark.survives("save_checkpoint", "atomic")
@@ -158,38 +154,30 @@ class TestPart3Train:
     def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path, old):
         """The disk is full at any moment, pickling fails, Ctrl-C, the rename fails."""
         world, path = run("fp32", device), tmp_path / "run.pt"
-        save(answer, path, world)
+        answer.save_checkpoint(path, *parts(world))
         whole = path.read_bytes()
         go_on(world, 0, 2)
+        want = {"run.pt": True} if old else {}
+        cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"
         for failure in FAILURES:
             if not old:
                 path.unlink(missing_ok=True)
-            raised = fails(failure, lambda: save(answer, path, world), world.model, len(whole))
-            what = f"a save that failed ({failure})"
-            check(raised, expected=f"the error of {what}", got="none", cause="it is swallowed")
-            files = sorted(file.name for file in tmp_path.iterdir())
-            cause = "half a file is left, or the file from before is gone: write beside, rename"
-            check_equal(files, ["run.pt"] if old else [], f"files after {what}", cause=cause)
-            same = not old or path.read_bytes() == whole
-            cause = "the file is written in place: write beside it, then os.replace"
-            check(same, expected=f"the old file after {what}", got="another", cause=cause)
+            with failing(failure, world.model, len(whole)):
+                answer.save_checkpoint(path, *parts(world))
+            files = {file.name: file.read_bytes() == whole for file in tmp_path.iterdir()}
+            check_equal(files, want, f"whole files after a save ({failure})", cause=cause)
 
     @pytest.mark.survives("load_checkpoint", "Raises")
-    @pytest.mark.parametrize("part", ["grad_scaler", "scheduler"])
+    @pytest.mark.parametrize("part", ["scaler", "scheduler"])
     @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not_saved"])
     def test_refuses_to_load_what_was_not_saved(self, answer, device, tmp_path, part, saved):
-        world, path = run("fp16", device), tmp_path / "run.pt"
-        go_on(world, 0, 2)
-        other = run("fp16", device)
-        setattr(other if saved else world, part, None)
-        save(answer, path, world)
+        worlds = [run("fp16", device), run("fp16", device)]
+        go_on(worlds[0], 0, 2)
+        setattr(worlds[saved], {"scaler": "grad_scaler"}.get(part, part), None)
+        answer.save_checkpoint(path := tmp_path / "run.pt", *parts(worlds[0]))
         draw.seed(99)
-        before = other.now()
-        check_raises(
-            lambda: load(answer, path, other),
-            ValueError,
-            mentions=[part.removeprefix("grad_")],
-            when=f"for a checkpoint {'with' if saved else 'without'} a {part}",
-        )
+        before, when = worlds[1].now(), f"for a checkpoint {'with' if saved else 'without'} {part}"
+        load = lambda: answer.load_checkpoint(path, *parts(worlds[1]))  # noqa: E731
+        check_raises(load, ValueError, mentions=[part], when=when)
         cause = "parts are loaded while others are still to be checked"
-        check_equal(other.now(), before, "the run after the refused load", cause=cause)
+        check_equal(worlds[1].now(), before, "the run after the refused load", cause=cause)

@@ -1,188 +1,247 @@
 """A 16-bit model with float32 masters, beside plain float32 training, and its 16 bytes."""
 
-from __future__ import annotations
-
 import copy
-import functools
-import math
+import io
+from functools import partial
+from itertools import product
+from math import inf, nan
 
 import pytest
 import torch
 from torch import nn
 
-from kit.laws.checks import check_bar, check_equal, check_raises
-from kit.laws.precisions import HALVES
+from kit.laws import draw
+from kit.laws.bars import bar
+from kit.laws.checks import check_equal, check_raises
+from kit.laws.scenarios import scenarios
+from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.master_weights import (
-    INF,
-    OPTIMIZERS,
-    OVERFLOWS,
-    calls,
-    hold,
-    layer,
-    tangled,
-    train,
-)
+
+SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
+ADAM = partial(torch.optim.Adam, lr=0.003)
+SMALL = partial(torch.optim.SGD, lr=2.0**-13)
+
+
+def layer(dtype=torch.bfloat16):
+    """Weights of 1 and more, where 16 bits are coarse."""
+    draw.seed(4)
+    (made := nn.Linear(5, 3)).weight.data += 1.0
+    return made.to(dtype)
+
+
+def tangled():
+    """A frozen float32 layer, two bfloat16 layers that share their weight, a float16 one."""
+    draw.seed(4)
+    frozen, one, other, last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+    other.weight = one.weight
+    layers = frozen.requires_grad_(False), one.bfloat16(), other.bfloat16(), last.half()
+    return nn.Sequential(*layers)
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+class Twin:
+    """What the contract asks for: float32 copies, trained as if there were nothing else."""
+
+    def __init__(self, model, make_optimizer):
+        self.weights = trainable(model)
+        self.masters = [p.detach().float().requires_grad_() for p in self.weights]
+        self.optimizer = make_optimizer(self.masters)
+
+    def zero_grad(self):
+        for weight in self.weights:
+            weight.grad = None
+
+    def step(self, scale=1.0):
+        if not 0 < scale < inf:
+            raise ValueError(scale)
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float() / scale
+        if not all(m.grad.isfinite().all() for m in self.masters if m.grad is not None):
+            return False
+        self.optimizer.step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.data = master.detach().to(weight.dtype)
+        return True
+
+
+class Side:
+    """A model with its trainer, and what scripts call."""
+
+    def __init__(self, make, build, optimizer):
+        self.model, self.saved = build(), None
+        self.make = partial(make, self.model, optimizer)
+        self.trainer = self.make()
+
+    def __getattr__(self, name):  # masters, optimizer, step, zero_grad
+        return getattr(self.trainer, name)
+
+    def backward(self, value=1.0, bad=None, missing=None):
+        """Gradients of `value`, with `bad` at the end, and none for one parameter."""
+        for number, p in enumerate(trainable(self.model)):
+            p.grad = None if number == missing else torch.full_like(p, value)
+        if bad is not None:
+            p.grad.view(-1)[-1] = bad
+
+    def reload(self):
+        """A new trainer goes on from a file, with a model whose weights are lost."""
+        state = self.optimizer.state_dict()
+        self.saved = copy.deepcopy({"masters": self.masters, "optimizer": state})
+        if not isinstance(self.trainer, Twin):
+            torch.save(self.state_dict(), file := io.BytesIO())
+            file.seek(0)
+            self.saved = torch.load(file, weights_only=True)
+            for weight in trainable(self.model):
+                weight.data = weight.data * 2
+            self.trainer = self.make()
+            self.load_state_dict(self.saved)
+
+    def seen(self):
+        params = dict(self.model.named_parameters())
+        grads = {name: p.grad for name, p in params.items() if p.grad is not None}
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        seen = {
+            "weights": {name: p.detach() for name, p in params.items()},
+            "16-bit gradients": {name: g.nan_to_num(nan=7.0) for name, g in grads.items()},
+            "masters": [master.detach() for master in self.masters],
+            "requires_grad": [(m.is_leaf, m.requires_grad) for m in self.masters],
+            "masters in the optimizer": [*map(id, held)] == [*map(id, self.masters)],
+            "optimizer": self.optimizer.state_dict(),
+            "what was loaded": self.saved,
+        }
+        return copy.deepcopy(seen)
+
+
+@scenarios("MasterWeights")
+def agrees(answer, device, name, script, optimizer=SGD, build=layer):
+    sides = (Side(make, build, optimizer) for make in (answer.MasterWeights, Twin))
+    return tuple(play(side, script) for side in sides)
 
 
 class TestPart4MasterWeights:
     @pytest.mark.works("MasterWeights", "step")
-    @HALVES
-    def test_learns_from_updates_too_small_for_sixteen_bits(self, answer, device, dtype):
-        """200 updates of 2**-13 on weights of 1.0: alone each is rounded away, together 0.0244."""
-        model = layer(device, dtype)
-        nn.init.ones_(model.weight)
-        trainer = answer.MasterWeights(model, lambda params: torch.optim.SGD(params, lr=2.0**-13))
-        said = train(trainer, model, *[1.0] * 200)
-        check_equal(said, [True] * 200, "the results of step()", cause="a good step is refused")
-        want = torch.full_like(model.weight, 1 - 200 * 2.0**-13).detach()
-        check_equal(
-            model.weight.detach(),
-            want,
-            "weight after 200 updates",
-            cause="masters are rounded on the way, or not rounded into the model",
-            suspects={
-                "each update is rounded to 16 bits": torch.ones_like(want),
-            },
-        )
+    @agrees("masters are rounded on the way, or not rounded into the model")
+    def test_learns_from_updates_too_small_for_sixteen_bits(self):
+        """40 updates of 2**-13 on weights from 1 on: each alone is rounded away, together 0.005."""
+        for dtype in (torch.bfloat16, torch.float16):
+            yield str(dtype), "; ".join(["backward(); step()"] * 40), SMALL, partial(layer, dtype)
 
     @pytest.mark.exact("MasterWeights", "step")
-    @pytest.mark.parametrize(
-        ("optimizer", "dtype"),
-        [("SGD", torch.float16), ("Adam", torch.bfloat16)],
-        ids=["SGD-fp16", "Adam-bf16"],
-    )
-    def test_is_float32_training_rounded(self, answer, device, optimizer, dtype):
-        """Good and bad gradients, scaled and not, with zero_grad or a reload between."""
-        cause = "compare with float32 training: widen, divide, look, step, round"
-        sequences = calls(bad=(None, None, *OVERFLOWS))
-        hold(answer, lambda: layer(device, dtype), optimizer, sequences, cause)
+    @agrees("compare with float32 training: widen, divide, look, step, round")
+    def test_is_float32_training_rounded(self):
+        """Good and bad gradients, scaled, with zero_grad or a reload between, and stale ones."""
+        for bad, call in product((None, inf, -inf, nan), ("", "zero_grad(); ", "reload(); ")):
+            again = f"{call}step(); backward(-0.5); step(2.0**26)"
+            script = f"backward(); step(); backward(3e4, {bad}); step(8.0); {again}"
+            yield f"SGD, {bad}, {call}", script, SGD, partial(layer, torch.float16)
+            yield f"Adam, {bad}, {call}", script, ADAM
 
     @pytest.mark.exact("MasterWeights", "masters")
-    def test_masters_are_float32_leaves(self, answer, device):
-        model = layer(device)
-        trainer = answer.MasterWeights(model, OPTIMIZERS["Adam"])
-        got = [(tuple(m.shape), m.dtype, m.is_leaf, m.requires_grad) for m in trainer.masters]
-        want = [(tuple(p.shape), torch.float32, True, True) for p in model.parameters()]
-        cause = "shape, dtype, is_leaf and requires_grad of each, in the model's order"
-        check_equal(got, want, "masters", cause=cause)
-        held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
-        cause = "make_optimizer gets the masters"
-        check_equal(held, [id(m) for m in trainer.masters], "ids in the optimizer", cause=cause)
+    @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
+    def test_masters_are_float32_leaves(self):
+        yield "before the first step", "zero_grad()"
 
     @pytest.mark.exact("MasterWeights", "state")
-    def test_goes_on_from_a_file(self, answer, device):
+    @agrees("masters are made anew from 16-bit weights, or the optimizer's state is lost")
+    def test_goes_on_from_a_file(self):
         """Masters, moments, and the learning rate that was set meanwhile."""
-        sequences = calls(value=(1.0, -0.5), between=("reload", "new_rate"))
-        cause = "masters are made anew from 16-bit weights, or the optimizer's state is lost"
-        hold(answer, lambda: layer(device), "Adam", sequences, cause)
+        new_rate = "optimizer.param_groups[0].update(lr=0.001)"
+        for between in product(("reload()", new_rate), repeat=3):
+            script = "; ".join(f"backward(); step(); {call}; backward(-0.5)" for call in between)
+            yield f"{between}", f"{script}; step()", ADAM
 
     @pytest.mark.saves("MasterWeights", "memory")
-    def test_holds_sixteen_bytes_a_parameter(self, answer, reference, device):
+    @bar(
+        "weights, gradients, masters and moments",
+        "16 bytes a parameter + 1 %; plain keeps float32 gradients",
+        "float32 gradients are kept after the step, or a copy of something is",
+    )
+    def test_holds_sixteen_bytes_a_parameter(self, device):
         """2 weight + 2 gradient + 4 master + 8 Adam; with float32 gradients kept it would be 20.
 
         The bar adds 1 % for step counters and the rounding of storages to 512 bytes.
         """
-        count = 320 * 480 + 480
 
-        def held(module: object) -> int:
-            model = mlp(320, 480, device=device)[0].to(torch.bfloat16)
-            kept = []
+        def kept(module):
+            model, kept = mlp(320, 480, device=device)[0].to(torch.bfloat16), []
 
-            def step() -> None:
+            def step():
                 kept.append(module.MasterWeights(model, torch.optim.Adam))
                 model(torch.ones(2, 320, device=device, dtype=torch.bfloat16)).sum().backward()
                 kept[0].step()
 
             return bytes_of(model) + measure(step, device, known=[model]).retained
 
-        check_bar(
-            "weights, gradients, masters and moments",
-            held(answer),
-            1.01 * 16 * count,
-            plain=20 * count,
-            reference=held(reference),
-            formula="16 bytes a parameter + 1 %; plain keeps float32 gradients",
-            cause="float32 gradients are kept after the step, or a copy of something is",
-        )
+        count = 320 * 480 + 480
+        return kept, 1.01 * 16 * count, 20 * count
 
     @pytest.mark.survives("MasterWeights", 1)
-    def test_widens_before_it_divides(self, answer, device):
+    @agrees("gradients are divided in 16 bits and underflow, or are not divided")
+    def test_widens_before_it_divides(self):
         """2**-14 / 65536 = 2**-30 is nothing in float16, and something in float32."""
-        sequences = calls(value=(2.0**-14,), loss_scale=(65536.0, 2.0**26))
-        cause = "gradients are divided in 16 bits and underflow, or are not divided"
-        hold(answer, lambda: layer(device, torch.float16), "Adam", sequences, cause)
+        for scale in ("2**16", "2**26"):
+            script = f"backward(2**-14); step({scale})"
+            yield f"scale {scale}", script, ADAM, partial(layer, torch.float16)
 
     @pytest.mark.survives("MasterWeights", 2)
-    def test_trains_a_model_with_frozen_and_tied_parameters(self, answer, device):
-        cause = "frozen parameters need no master, and a tied one needs one"
-        hold(answer, lambda: tangled(device), "SGD", calls(), cause)
+    @agrees("frozen parameters need no master, and a tied one needs one")
+    def test_trains_a_model_with_frozen_and_tied_parameters(self):
+        for call in ("zero_grad()", "reload()"):
+            yield call, f"backward(); step(); {call}; backward(3e4); step(8.0)", SGD, tangled
 
     @pytest.mark.survives("MasterWeights", 3)
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_leaves_a_parameter_without_a_gradient_alone(self, answer, device, optimizer):
+    @agrees("an earlier gradient, or zeros, step a parameter without one")
+    def test_leaves_a_parameter_without_a_gradient_alone(self):
         """Momentum and moments must not move it, after an overflow or a reload either."""
-        cause = "an earlier gradient, or zeros, step a parameter without one"
-        sequences = calls(bad=(None, INF), missing=(None, 0, 1))
-        hold(answer, lambda: layer(device), optimizer, sequences, cause)
+        for bad, call, missing in product((None, inf), ("", "reload(); "), (0, 1)):
+            again = f"{call}backward(-0.5, missing={missing}); step()"
+            script = f"backward(); step(); backward(1, {bad}); step(); {again}"
+            yield f"SGD, {bad}, {call}, {missing}", script, SGD
+            yield f"Adam, {bad}, {call}, {missing}", script, ADAM
 
     @pytest.mark.survives("MasterWeights", 4)
-    def test_huge_but_finite_gradients_are_a_step(self, answer, device):
+    @agrees("the sum or the norm of a gradient is looked at, or the 16-bit gradient")
+    def test_huge_but_finite_gradients_are_a_step(self):
         """3e38 is a step; divided by 2**-8 it is an infinity."""
-        cause = "the sum or the norm of a gradient is looked at, or the 16-bit gradient"
-        sequences = calls(value=(3e38,), loss_scale=(1.0, 65536.0, 2.0**-8))
-        hold(answer, lambda: layer(device), "SGD", sequences, cause)
+        for scale in ("1.0", "65536.0", "2**-8"):
+            yield f"scale {scale}", f"backward(3e38); step({scale})"
 
     @pytest.mark.survives("MasterWeights", 5)
-    def test_a_loaded_state_is_copied(self, answer, device):
-        other, model = layer(device), layer(device)
-        saved, loaded = (answer.MasterWeights(m, OPTIMIZERS["Adam"]) for m in (other, model))
-        train(saved, other, 1.0)
-        state = saved.state_dict()
-        before = copy.deepcopy(state)
-        loaded.load_state_dict(state)
-        train(loaded, model, 1.0)
-        cause = "masters or moments that were loaded are the saved tensors, not copies of them"
-        check_equal(state, before, "the saved state", cause=cause)
+    @agrees("masters or moments that were loaded are the saved tensors, not copies of them")
+    def test_a_loaded_state_is_copied(self):
+        yield "a step after a load", "backward(); step(); reload(); backward(); step()", ADAM
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    def test_refuses_a_loss_scale_that_is_not_positive_and_finite(self, answer, device):
-        model = layer(device)
-        trainer = answer.MasterWeights(model, OPTIMIZERS["SGD"])
-        train(trainer, model, 1.0)
-        before = model.weight.detach().clone()
-        for scale in (0.0, -8.0, INF, math.nan):
-            call = functools.partial(trainer.step, scale)
-            check_raises(call, ValueError, mentions=[scale], when=f"for loss_scale={scale}")
-            check_equal(model.weight.detach(), before, "weight", cause="it is checked too late")
+    @agrees("this input is not checked, or too late")
+    def test_refuses_a_loss_scale_that_is_not_positive_and_finite(self):
+        for scale in ("0.0", "-8.0", "inf", "nan"):
+            yield f"scale {scale}", f"backward(); step({scale}); step()"
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    def test_refuses_a_model_that_is_not_16_bit(self, answer, device):
+    def test_refuses_a_model_that_is_not_16_bit(self, answer):
         """All of it, or one layer of it; and one that has nothing to train.
 
         torch's optimizers refuse an empty list themselves; this one has a parameter already.
         """
-
-        def make(params):
-            return torch.optim.SGD([*params, nn.Parameter(torch.ones(1))])
-
-        mixed = nn.Sequential(layer(device), nn.LayerNorm(3).to(device))
+        make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
         for model, words, when in (
             (nn.Sequential(nn.Linear(5, 3)), ["0.weight", "float32"], "for a float32 model"),
-            (mixed, ["1.weight", "float32"], "for a float32 LayerNorm"),
+            (nn.Sequential(layer(), nn.LayerNorm(3)), ["1.weight", "float32"], "for a LayerNorm"),
             (nn.ReLU(), [], "for a ReLU"),
         ):
-            call = functools.partial(answer.MasterWeights, model, make)
+            call = partial(answer.MasterWeights, model, make)
             check_raises(call, ValueError, mentions=words, when=when)
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    def test_refuses_a_state_with_another_number_of_masters(self, answer, device):
-        trainer = answer.MasterWeights(layer(device), OPTIMIZERS["SGD"])
-        before = [master.detach().clone() for master in trainer.masters]
+    def test_refuses_a_state_with_another_number_of_masters(self, answer):
+        side = Side(answer.MasterWeights, layer, SGD)
+        before = side.seen()
         for count in (1, 4):
-            state = trainer.state_dict() | {"masters": [torch.zeros_like(before[0])] * count}
-            call = functools.partial(trainer.load_state_dict, state)
+            zeros = [torch.zeros(3, 5)] * count
+            call = partial(side.load_state_dict, side.state_dict() | {"masters": zeros})
             check_raises(call, ValueError, mentions=[count], when=f"for {count} masters, not 2")
             cause = "the number is checked too late, or by zip(strict=True) on the way"
-            check_equal([m.detach() for m in trainer.masters], before, "masters", cause=cause)
+            check_equal(side.seen(), before, "the trainer", cause=cause)

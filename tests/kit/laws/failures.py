@@ -1,0 +1,53 @@
+"""Saves that fail: a full disk, state that cannot be pickled, Ctrl-C, a rename that goes wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from kit.laws.checks import fail
+
+# The disk has room for so many quarters of the file; or what is raised while the state is pickled.
+FAILURES = (0, 1, 2, 3, OSError, RuntimeError, KeyboardInterrupt, "rename")
+
+
+class Unsavable(torch.Tensor):
+    """A tensor whose pickling fails, when part of the file may have been written."""
+
+    error: type[BaseException] = OSError
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise self.error("no space left on device")
+
+
+def _no_rename(*paths: object) -> None:
+    raise OSError("no rename")
+
+
+@contextmanager
+def failing(failure: object, model: nn.Module, size: int) -> Iterator[None]:
+    """A save of the model inside, to a file of this size, fails; its error must come out."""
+    __tracebackhide__ = True
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(failure, int):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (failure * size // 4, hard))
+        elif isinstance(failure, type):
+            patch.setattr(Unsavable, "error", failure)
+            patch.setitem(model._buffers, "breaks", torch.zeros(5).as_subclass(Unsavable))
+        else:
+            for name in ("replace", "rename"):
+                patch.setattr(os, name, _no_rename)
+        try:
+            yield
+        except (OSError, RuntimeError, KeyboardInterrupt):
+            return
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    fail(expected=f"the error of a save ({failure})", got="no error", cause="it is swallowed")
