@@ -68,7 +68,7 @@ def train_step(
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler has skipped the optimizer's step
-        memory     activations in 16 bits; the output is gone before the backward pass
+        memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 

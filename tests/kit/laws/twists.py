@@ -235,6 +235,7 @@ def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
         ("6 inputs and 1 target", (ones(6, 7), ones(1, 5)), 6, 1),
         ("1 input and 6 targets", (ones(1, 7), ones(6, 5)), 1, 6),
         ("three tensors", (ones(2, 7), ones(2, 5), ones(2))),
+        ("inputs without targets", (ones(2, 7),)),
         ("one tensor of two rows", ones(2, 7)),
         ("lists of numbers", ([1.0, 2.0], [1.0, 2.0])),
         ("tensors without rows", (ones(()), ones(()))),

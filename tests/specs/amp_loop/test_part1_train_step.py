@@ -142,6 +142,27 @@ class TestPart1TrainStep:
 
         return peak, 3.25 * logits + 3 * weight, 4 * logits + 3 * weight
 
+    @pytest.mark.saves("train_step", "memory")
+    @HALVES
+    @bar(
+        "gradients and optimizer state after a step",
+        "what float32 holds + 5 %",
+        "a second copy of the weights is kept, or of the gradients",
+    )
+    def test_leaves_the_bytes_of_state_as_they_are(self, device, dtype, reference):
+        """Gradients and Adam's moments are 12 bytes a parameter, with AMP and without.
+
+        A 16-bit copy of the weights would be 17 % more; a scaler holds scalars of 512 bytes.
+        """
+
+        def state(module, dtype=dtype):
+            model = mlp(64, 96, 32, device=device)
+            batch = draw.randn(9, 64, device=device), draw.randn(9, 32, device=device)
+            return measured_step(module, model, batch, mse, dtype, torch.optim.Adam).retained
+
+        plain = state(reference, torch.float32)
+        return state, 1.05 * plain, plain
+
     @pytest.mark.survives("train_step", "scaler")
     @STEP.spec("fp16")
     def test_calls_no_more_of_a_scaler_than_its_protocol_has(self):
@@ -198,8 +219,8 @@ class TestPart1TrainStep:
         yield from refusals()
 
 
-def measured_step(module, model, batch, loss, dtype):
-    optimizer, device = torch.optim.SGD(model.parameters(), lr=0.01), batch[0].device
+def measured_step(module, model, batch, loss, dtype, optimizer=torch.optim.SGD):
+    optimizer, device = optimizer(model.parameters(), lr=0.01), batch[0].device
     scaler = scaler_for(dtype, device)
     step = lambda: module.train_step(model, batch, loss, optimizer, scaler, dtype=dtype)  # noqa: E731
     return measure(step, device, known=[model, optimizer, *batch])

@@ -220,7 +220,7 @@ class TestPart2LossScaler:
     @pytest.mark.survives("LossScaler", "Raises")
     def test_refuses_options_out_of_range(self, answer):
         for option, values in {
-            "init_scale": (0.0, -4.0, inf, nan),
+            "init_scale": (0.0, -4.0, float("inf"), nan),
             "growth_factor": (1.0, 0.5, nan),
             "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
             "growth_interval": (0, -1, nan),
