@@ -1,20 +1,20 @@
-"""Segment checkpointing: trade forward passes for activations, without torch.utils.checkpoint.
+"""Segment checkpointing: trade forward passes for activations.
 
-Four parts: a checkpoint as an autograd.Function that gives every parameter its gradient, what makes
-it right (random state, autocast, odd arguments and outputs), a chain of layers in segments, and the
-schedule with the fewest forward steps when only so many snapshots may be kept.
+    written here  nothing of torch.utils.checkpoint runs
+    untouched     modes, hooks, training flags and the caller's data stay as they were, after an
+                  error too; no seed is set
 
-Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174); Griewank and
-Walther, Algorithm 799: revolve (ACM TOMS 26, 2000); torch.utils.checkpoint for the behaviour.
+Errors are ValueError unless it says otherwise, name the offending value, and are raised before
+anything is changed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,58 +25,60 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-    The forward pass runs without a graph. The backward pass runs `function` again, with a graph,
-    and then backward through it. Loss and gradients are those of `function(*args)` to the bit. Only
-    the sum of several gradients of one tensor may be formed in another order, and for an argument
-    under autocast in another dtype. What `function` changes besides, such as the statistics of
-    batch norm, it changes twice.
+        runs          once in the call, without a graph; once more in backward, with one
+        gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
+                      require one, of parameters, and of other leaves that `function` uses; where
+                      several meet in one tensor, in any order
+        data          parameters get theirs though no argument requires one; a function in which
+                      nothing does stops no other gradient
+        kept          until backward the arguments, and nothing computed from them
+        freed         after backward nothing is left, without the garbage collector
+        random state  the second run draws what the first drew; all else draws as after one run
+        autocast      in the second run as in the first: on or off, dtype, cache; backward runs
+                      in the caller's
+        result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
+                      other things; tensors may be changed in place
+        no_grad       under no_grad and inference_mode it is the plain call
 
-    Part 1. `function` takes tensors and returns one. Gradients reach the arguments that require
-    them and everything that `function` uses besides: the parameters of a module, and any other
-    leaf. They do so even where no argument requires one, as the first layer's input does not; only
-    under torch.no_grad() and torch.inference_mode() there is no graph at all, and one forward pass.
-    A function that is frozen stops nothing. A tensor may be given twice. Until the backward pass is
-    over the arguments are kept, and nothing that was computed from them.
+        >>> checkpoint(block, x).sum().backward()
 
-    Part 2. What makes the second run equal the first:
-
-    - the random state of the cpu and of the arguments' CUDA devices: dropout drops the same, and
-      the stream after the backward pass goes on as if nothing had run twice;
-    - autocast as it was in the forward pass: on or off, its dtype, for cpu and cuda, and its cache
-      (a weight that is used twice is cast once); the backward pass is outside of it;
-    - arguments that are no tensors are handed on as they are; tensors require a gradient where
-      they did, and integer tensors have none;
-    - `function` may return a tuple; items that are no tensors come through, an output that the
-      loss does not use gets no gradient; a parameter or buffer may be among them, and stays what
-      it is;
-    - a checkpoint may stand inside the function of another;
-    - backward with retain_graph=True may be called again;
-    - an error in either run reaches the caller; the random stream goes on as if there had been no
-      second run.
-
-    Tensors that need a gradient and are computed by other operations must be arguments themselves,
-    not hidden in a list or used from outside.
+    Args:
+        function: what it changes besides, such as batch norm's statistics, changes twice.
+        args: tensors of any dtype; other things are handed on as they are.
 
     Raises:
-        RuntimeError: an argument was changed in place, by `function` (raised by the forward pass)
-            or later (raised by the backward pass): the second run would see other values. Also
-            what would come out wrong without a word, if its path leads through the checkpoint:
-            torch.autograd.grad() and backward() with inputs= (known by
-            torch.autograd._is_checkpoint_valid()), and a second derivative (raised when it is
-            taken, or before by backward() with create_graph=True). Unless their gradients are
-            right.
+        RuntimeError if an argument is changed in place, by `function` or, as backward notices,
+        afterwards. TypeError for a tensor inside a list, tuple or dict, given or returned
+        inside a tuple.
+
+    Details:
+        1. An output that the loss does not use gets no gradient, not even zeros.
+        2. A parameter or buffer may be returned, and stays what it is.
+        3. A checkpoint may stand inside the function of another, and saves there too.
+        4. After backward with retain_graph=True, backward works again.
+        5. An error in either run comes through; a second run that fails leaves the random stream
+           as it was.
+        6. autograd.grad(), inputs= and create_graph=True: RuntimeError, or right gradients and
+           no others.
     """
     if not torch.is_grad_enabled():
         return function(*args)
+    _refuse_hidden_tensors(args)
     # A Function whose inputs need no gradient is left out of the graph, and the parameters inside
     # with it. This empty tensor keeps it in.
     anchor = torch.empty(0, requires_grad=True)
-    return _Checkpoint.apply(anchor, function, *args)  # type: ignore[no-untyped-call]
+    kinds: list[type] = []
+    items = _Checkpoint.apply(anchor, function, kinds, *args)  # type: ignore[no-untyped-call]
+    kind = kinds.pop()
+    # A namedtuple is made of its items by _make.
+    return getattr(kind, "_make", kind)(items) if issubclass(kind, tuple) else items[0]
 
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
+    def forward(
+        ctx: Any, anchor: Tensor, function: Callable[..., Any], kinds: list[type], *args: Any
+    ) -> tuple[Any, ...]:
         # No graph is built here: inside a Function's forward, gradients are off.
         ctx.set_materialize_grads(False)  # an output that is not used: None, and not zeros
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -88,15 +90,18 @@ class _Checkpoint(torch.autograd.Function):
             outputs = function(*args)
         if [tensor._version for tensor in tensors] != versions:
             raise RuntimeError("the checkpointed function changes an argument in place")
-        # A parameter that is returned as it is would get this node for its history.
-        outputs = _detached(outputs)
         # Not ctx.args = args: saved tensors are checked for changes in place, and are freed.
         ctx.save_for_backward(*tensors)
-        return outputs
+        kinds.append(type(outputs))
+        items = outputs if isinstance(outputs, tuple) else (outputs,)
+        _refuse_hidden_tensors(items)
+        # Detached: a parameter that is returned as it is would get this node for its history.
+        return tuple(item.detach() if isinstance(item, Tensor) else item for item in items)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Gradients are on here only for create_graph=True, and the ones below have no graph.
+        # Gradients are on here only for create_graph=True, and the ones below have no graph. The
+        # other name is private; torch offers no public one that knows of grad() and inputs=.
         if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("a checkpoint needs backward(), without inputs= or create_graph=")
         args = list(ctx.args)
@@ -114,13 +119,22 @@ class _Checkpoint(torch.autograd.Function):
         if pairs:
             # backward, not grad: the parameters inside accumulate theirs.
             torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
-        return None, None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
+        return None, None, None, *(a.grad if isinstance(a, Tensor) else None for a in args)
 
 
-def _detached(outputs: Any) -> Any:
-    if isinstance(outputs, tuple):
-        return tuple(_detached(output) for output in outputs)
-    return outputs.detach() if isinstance(outputs, Tensor) else outputs
+def _refuse_hidden_tensors(values: Iterable[Any]) -> None:
+    """Autograd sees the tensors among `values` themselves, and none inside of anything."""
+    for value in values:
+        if not isinstance(value, Tensor) and _has_tensors(value):
+            raise TypeError(f"a checkpoint cannot see the tensors inside a {type(value).__name__}")
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor)
 
 
 class _RandomState:
@@ -171,23 +185,24 @@ class _AutocastState:
 
 
 def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Tensor:
-    """The output of `layers` applied in order to `x`, in `segments` segments of equal size.
+    """The output of `layers` applied in order to `x`, in checkpointed segments.
 
-    Sizes differ by one at most where the division leaves a rest. Every segment but the last is
-    checkpointed: the last one's activations are what the backward pass needs first, so to drop
-    them would only cost a forward pass. Each layer runs once in the forward pass and, but for
-    those of the last segment, once more in the backward pass; once in all under torch.no_grad().
+        sizes      equal, or differing by one where the division leaves a rest
+        last       the last segment is not checkpointed: backward needs its inside at once
+        runs       each layer once, and once more in backward if checkpointed; once under no_grad
+        gradients  to the bit those of the plain chain; `x` need not require one
+        peak       one input for each segment, and the largest segment's activations
 
-    Peak above the baseline, with the gradients in place: one input for each segment and the
-    activations of the largest one.
+        >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
-        layers: each from a tensor to a tensor, without changing its input in place.
-        x: the input of the first; it need not require a gradient.
+        layers: each from a tensor to a tensor, without changing its input in place; one may
+            stand there twice.
+        x: the first layer's input.
         segments: from 1 (nothing is checkpointed) to the number of layers.
 
     Raises:
-        ValueError: no layers; segments below 1 or above the number of layers. Names the numbers.
+        no layers; other numbers of segments; names both numbers.
     """
     starts = _starts(len(layers), segments)
     for start, stop in itertools.pairwise(starts):
@@ -217,12 +232,13 @@ class _Chain:
 def best_segments(num_layers: int) -> int:
     """The number of segments with the lowest peak for layers that each hold one activation.
 
-    The peak is `segments + ceil(num_layers / segments)` activations: one kept input a segment, and
-    the largest segment's own. It is lowest near sqrt(num_layers), and about 2 * sqrt(num_layers)
-    there. Of several best numbers any may be returned.
+        peak  `segments + ceil(num_layers / segments)` activations; of several best numbers any
+
+        >>> best_segments(16)
+        4
 
     Raises:
-        ValueError: num_layers below 1; names it.
+        num_layers below 1.
     """
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, not {num_layers}")
@@ -233,38 +249,43 @@ def best_segments(num_layers: int) -> int:
 
 
 def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
-    """How many layer forwards are needed, besides the one with a graph that each layer has, to run
-    backward through `num_layers` layers when `snapshots` layer inputs may be kept at a time.
+    """The fewest layer runs without a graph, to run backward through `num_layers` layers when
+    `snapshots` layer inputs may be kept at a time.
 
-    The first layer's input is one of the snapshots. A snapshot may be given up and its place used
-    again. With one snapshot, every layer is reached from the start: 45 for 10 layers; with as many
-    as layers, each but the last runs once: 9. In between t(10, 2) = 20, t(24, 3) = 61 and
-    t(100, 5) = 316.
+        steps      each layer's one run with a graph does not count; layers run in order
+        snapshots  the first layer's input is one; when one is given up, its place is free
+
+        >>> fewest_extra_steps(10, snapshots=3)
+        15
 
     Raises:
-        ValueError: num_layers or snapshots below 1; names it.
+        num_layers or snapshots below 1.
     """
     _check_schedule(num_layers, snapshots)
-    return _extra_steps(num_layers, snapshots)
+    # Algorithm 799 (revolve) has this closed form; _next_snapshot is the schedule behind it.
+    repeats = _repeats(num_layers, snapshots)
+    return repeats * num_layers - math.comb(snapshots + repeats, snapshots + 1)
 
 
-def _extra_steps(length: int, snapshots: int) -> int:
-    # If no layer runs more than r times besides, comb(snapshots + r, r) layers are within reach.
-    # Algorithm 799 has this sum in closed form; _cost is the choice behind it.
+def _repeats(num_layers: int, snapshots: int) -> int:
+    """How often the layer that runs most runs without a graph."""
+    # If none runs more than r times, comb(snapshots + r, r) layers are within reach.
     repeats = 0
-    while math.comb(snapshots + repeats, repeats) < length:
+    while math.comb(snapshots + repeats, repeats) < num_layers:
         repeats += 1
-    return repeats * length - math.comb(snapshots + repeats, snapshots + 1)
+    return repeats
 
 
-def _cost(length: int, snapshots: int, split: int) -> int:
-    # Advance to the split and keep a snapshot there. What lies behind it is done with one fewer,
-    # and when that is finished the snapshot is free again for what lies before it.
-    return split + _extra_steps(length - split, snapshots - 1) + _extra_steps(split, snapshots)
+def _next_snapshot(num_layers: int, snapshots: int) -> int:
+    """How many of two or more layers to run before the next snapshot is kept.
 
-
-def _best_split(length: int, snapshots: int) -> int:
-    return min(range(1, length), key=lambda split: _cost(length, snapshots, split))
+    What lies behind it is done with one snapshot fewer. When that is finished its place is free
+    again for what lies before it, which then may run once less often.
+    """
+    repeats = _repeats(num_layers, snapshots)
+    most_behind = math.comb(snapshots - 1 + repeats, repeats)
+    least_before = math.comb(snapshots + repeats - 2, snapshots) if repeats > 1 else 1
+    return max(num_layers - most_behind, least_before)
 
 
 def _check_schedule(num_layers: int, snapshots: int) -> None:
@@ -282,80 +303,74 @@ def backward_with_snapshots(
 ) -> Tensor:
     """Forward and backward through `layers` with at most `snapshots` layer inputs kept at a time.
 
-    Gradients are accumulated as by `loss_fn(layers(x)).backward()`, to the bit: into the parameters
-    of the layers and of `loss_fn` and, if `x` requires one, into `x` or what it was computed from.
-    (Where a tensor gets several, they may be added in another order.) Layers run
-    `len(layers) + fewest_extra_steps(len(layers), snapshots)` times in all, `loss_fn` once. Layers
-    with dropout drop the same each time they run, and the random stream goes on afterwards as if
-    every layer had run once. Other things that a layer changes, such as the statistics of batch
-    norm, it changes each time. It may be called under autocast.
+        gradients     to the bit those of `loss_fn(layers(x)).backward()`, added to `.grad`; if
+                      `x` requires one, of `x` and what it was computed from
+        runs          layers `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
+        random state  layers draw the same in each run; all else draws as if each ran once
+        peak          `snapshots` activations, and one layer's forward and backward
+        freed         afterwards nothing is left but the loss
 
-    Peak above the baseline, with the gradients in place: `snapshots` activations, and what one
-    layer's forward and backward hold. Afterwards nothing is held but the loss.
+        >>> loss = backward_with_snapshots(layers, x, loss_fn, snapshots=3)
 
     Args:
-        layers: each from a tensor to a tensor, without changing its input in place.
-        x: the input of the first; it counts as a snapshot.
-        loss_fn: from the last layer's output to a scalar.
-        snapshots: at least 1; more than there are layers is as good as one a layer.
+        layers: as for run_in_segments.
+        x: the first layer's input, a snapshot.
+        loss_fn: from the last output to a scalar; may have parameters.
+        snapshots: at least 1, also more than there are layers.
 
     Returns:
         The loss, a scalar without a graph.
 
     Raises:
-        ValueError: no layers, or snapshots below 1; names the number. Nothing has been run.
+        no layers; snapshots below 1.
+
+    Details:
+        1. Layers run under the caller's autocast.
+        2. It works for 1,200 layers with as many snapshots.
     """
     _check_schedule(len(layers), snapshots)
-    sweep = _Sweep(layers, loss_fn)
+    kept = [_Snapshot(0, x, _RandomState([x]))]
+    grad = None  # of the loss by the input of the layer that was done last
     with _AutocastState().restored(keep_casts=False):
-        sweep.reverse(0, len(layers), x, _RandomState([x]), snapshots)
-    if x.requires_grad:
-        torch.autograd.backward(x, sweep.grad)
-    sweep.random.restore()
-    return sweep.loss
+        for number in reversed(range(len(layers))):
+            value = _advance(layers, kept, number, snapshots)
+            leaf = value.detach().requires_grad_(number > 0 or x.requires_grad)
+            del value
+            out = layers[number](leaf)
+            if number == len(layers) - 1:
+                out = loss_fn(out)
+                loss, after = out.detach(), _RandomState([x])
+            if out.requires_grad:  # not so for a frozen first layer
+                out.backward(grad)
+            del out
+            grad = leaf.grad
+    if grad is not None:
+        x.backward(grad)
+    after.restore()
+    return loss
 
 
-class _Sweep:
-    """The backward pass on its way from the last layer to the first."""
+class _Snapshot(NamedTuple):
+    """The input of layer `number`, and the random state in which the layer was reached."""
 
-    loss: Tensor
-    random: _RandomState  # after every layer has run once
-    grad: Tensor | None  # of the loss by the input of the layer that was done last
+    number: int
+    value: Tensor
+    random: _RandomState
 
-    def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable[[Tensor], Tensor]) -> None:
-        self.layers, self.loss_fn = layers, loss_fn
 
-    def reverse(
-        self, start: int, stop: int, x: Tensor, random: _RandomState, snapshots: int
-    ) -> None:
-        """Backward through layers[start:stop], from the input `x` of layer `start`, a snapshot."""
-        while stop - start > 1:
-            # With no snapshot left to place, every layer is reached from x.
-            split = _best_split(stop - start, snapshots) if snapshots > 1 else stop - start - 1
-            random.restore()
-            # The new snapshot lives as long as this call: then its place is free for what lies
-            # before it.
-            self.reverse(
-                start + split, stop, *self._advance(start, start + split, x), snapshots - 1
-            )
-            stop = start + split
-        random.restore()
-        self._backward(start, x)
-
-    def _advance(self, start: int, stop: int, x: Tensor) -> tuple[Tensor, _RandomState]:
+def _advance(
+    layers: Sequence[nn.Module], kept: list[_Snapshot], number: int, snapshots: int
+) -> Tensor:
+    """The input of layer `number`, from the newest snapshot; keeps more on the way if it may."""
+    at, x, random = kept[-1]
+    random.restore()
+    while at < number:
+        stop = at + _next_snapshot(number + 1 - at, snapshots - len(kept) + 1)
         with torch.no_grad():
-            for layer in self.layers[start:stop]:
-                x = layer(x)
-        return x, _RandomState([x])
-
-    def _backward(self, number: int, x: Tensor) -> None:
-        """Forward with a graph, and backward, through one layer."""
-        leaf = x.detach().requires_grad_(number > 0 or x.requires_grad)
-        out = self.layers[number](leaf)
-        if number == len(self.layers) - 1:
-            loss = self.loss_fn(out)
-            self.loss, self.random = loss.detach(), _RandomState([out])
-            loss.backward()
-        elif out.requires_grad:  # not so for a frozen first layer
-            out.backward(self.grad)
-        self.grad = leaf.grad
+            x = _Chain(layers[at:stop])(x)
+        at = stop
+        if len(kept) < snapshots:
+            kept.append(_Snapshot(at, x, _RandomState([x])))
+    if kept[-1].number == number:
+        kept.pop()  # it is done with this layer, and its place is free
+    return x

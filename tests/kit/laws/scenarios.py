@@ -31,19 +31,24 @@ from typing import Any
 
 import torch
 
+from kit.laws import draw
 from kit.laws.checks import check_equal, same
 from kit.laws.suspects import suspects
 
 Judge = Callable[..., tuple[object, object]]
 Worlds = Callable[[], Iterator[tuple[Any, ...]]]
 Given = dict[str, tuple[object, object]]
+Computed = Callable[[Any, Any], str | None]
 
 
-def scenarios(what: str) -> Callable[[Judge], Callable[[str], Callable[[Any], Any]]]:
+def scenarios(
+    what: str, computed: Computed = lambda got, want: None
+) -> Callable[[Judge], Callable[[str], Callable[[Any], Any]]]:
     """Make of a function that judges one scenario a decorator for specs that yield some.
 
     Args:
         what: is compared, in words.
+        computed: what a difference can only mean, if it is one of that kind.
     """
 
     def with_judge(judge: Judge) -> Callable[[str], Callable[[Any], Any]]:
@@ -51,7 +56,8 @@ def scenarios(what: str) -> Callable[[Judge], Callable[[str], Callable[[Any], An
             def with_worlds(worlds: Any) -> Any:
                 def hold(self: object, answer: ModuleType, device: torch.device) -> None:
                     __tracebackhide__ = True
-                    _hold(answer, device, judge, functools.partial(worlds, self), what, cause)
+                    here = functools.partial(worlds, self)
+                    _hold(answer, device, judge, here, what, cause, computed)
 
                 return as_spec(worlds, hold)
 
@@ -76,7 +82,13 @@ def as_spec(worlds: Any, hold: Callable[[object, ModuleType, torch.device], None
 
 
 def _hold(
-    answer: ModuleType, device: torch.device, judge: Judge, worlds: Worlds, what: str, cause: str
+    answer: ModuleType,
+    device: torch.device,
+    judge: Judge,
+    worlds: Worlds,
+    what: str,
+    cause: str,
+    computed: Computed,
 ) -> None:
     __tracebackhide__ = True
     given, error = _given(answer, device, judge, worlds)
@@ -85,8 +97,8 @@ def _hold(
         if error:
             raise error
         return
-    believed = None if error else _believed(given, device, judge, worlds)
     got, want = given[broken[0]]
+    believed = computed(got, want) or _believed(given, error, device, judge, worlds)
     where = f"; {len(broken)} of {len(given)} scenarios" if len(given) > 1 else ""
     fitting = {believed: got} if believed else {}
     check_equal(got, want, f"{what} ({broken[0]}{where})", cause=cause, suspects=fitting)
@@ -97,6 +109,7 @@ def _given(
 ) -> tuple[Given, Exception | None]:
     """What the answer gives and should give in each scenario, as far as it comes."""
     given: Given = {}
+    draw.seed(0)  # of a suspect the same scenarios are wanted
     with device, closing(worlds()) as found:  # type: ignore[type-var]
         try:
             for name, *world in found:
@@ -106,14 +119,16 @@ def _given(
     return given, None
 
 
-def _believed(given: Given, device: torch.device, judge: Judge, worlds: Worlds) -> str | None:
+def _believed(
+    given: Given, error: Exception | None, device: torch.device, judge: Judge, worlds: Worlds
+) -> str | None:
     """The mistake that this spec must catch and that gives just what the answer has given."""
     path, *_, test = os.environ["PYTEST_CURRENT_TEST"].partition(" (")[0].split("::")
     kata, spec = Path(path).parent.name, test.partition("[")[0]
     mine = [got for got, _ in given.values()]
     for belief, import_it in suspects(kata, lambda e: e.caught_by.partition("[")[0] == spec):
         mistake = import_it()
-        its, error = _given(mistake, device, judge, worlds) if mistake else ({}, None)
-        if error is None and same([got for got, _ in its.values()], mine):
+        its, its_error = _given(mistake, device, judge, worlds) if mistake else ({}, None)
+        if type(its_error) is type(error) and same([got for got, _ in its.values()], mine):
             return belief
     return None

@@ -68,7 +68,7 @@ class Probe(nn.Module):
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         self.forwards.append((tuple(x.shape), x.dtype, autocast, self.training))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and x.requires_grad:
             x = x * 1
             x.register_hook(
                 lambda grad: self.backwards.append(

@@ -195,9 +195,24 @@ class _Recompute(torch.autograd.Function):
         return None, None, None, *(found.get(at) for at in range(len(kept)))
 
 
+def _all_in_sight(how: str, items: Iterable[Any]) -> None:
+    """Raises TypeError if a list, tuple or dict among the items has a tensor somewhere inside."""
+    for item in items:
+        if isinstance(item, (list, tuple, dict)):
+            todo: list[Any] = [item]
+            while todo:
+                part = todo.pop()
+                if isinstance(part, Tensor):
+                    kind = type(item).__name__
+                    raise TypeError(f"checkpoint: a tensor inside a {kind} was {how}")
+                if isinstance(part, (list, tuple, dict)):
+                    todo += part.values() if isinstance(part, dict) else part
+
+
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
+    _all_in_sight("given", args)
     rerun = _Rerun(function, args)
     tensors, rerun.tensors = rerun.tensors, []
     versions = [tensor._version for tensor in tensors]
@@ -208,6 +223,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
             "checkpoint: the function changed an argument in place, "
             "its second run would see other values"
         )
+    _all_in_sight("returned", result if isinstance(result, tuple) else [result])
     outputs = _differentiable_outputs(result)
     if not outputs:
         return result

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 # What all parts need: runs without a graph, runs that repeat an earlier one, and stand-ins for
 # tensors, at which a backward pass ends
@@ -149,6 +150,13 @@ def _put_in(template: Iterable[Any], tensors: Sequence[Tensor]) -> list[Any]:
     return [tensors[item.index] if isinstance(item, _Slot) else item for item in template]
 
 
+def _none_hidden(items: Iterable[Any]) -> None:
+    for item in items:
+        leaves = [] if isinstance(item, Tensor) else tree_leaves(item)
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise TypeError(f"checkpoint() does not look for tensors in a {type(item).__name__}")
+
+
 class _Call:
     """A function and its arguments without the tensors, to be run twice under equal conditions."""
 
@@ -184,6 +192,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that is not used has no gradient, not zeros
         with _without_graph(), _unchanged(tensors, "an argument"):
             result = call(tensors)
+        _none_hidden(_as_tuple(result))
         ctx.save_for_backward(*tensors)  # and their versions: later changes raise in backward()
         template, outputs = _take_out(_as_tuple(result))
         rest.append((type(result), template))
@@ -223,6 +232,7 @@ class _Checkpoint(torch.autograd.Function):
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
+    _none_hidden(args)
     template, tensors = _take_out(args)
     rest: list[Any] = []
     anchor = torch.empty(0, requires_grad=True)

@@ -1,281 +1,282 @@
 """A checkpoint and the plain call, side by side: results, gradients, runs and bytes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from functools import partial, reduce
+from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.checks import check_equal
 from kit.laws.toys import mlp
-from kit.memory.ruler import measure
-from specs.segment_checkpointing.common import (
-    chain,
+from kit.memory.ruler import collector_paused
+from specs.segment_checkpointing.worlds import (
+    as_plain,
+    bytes_left,
+    check_bytes,
     check_not_torchs_own,
-    check_same,
+    data,
+    leaf,
     loss_of,
     peak_of,
     plain_call,
-    plain_peak,
-    train,
-    wide_blocks,
+    probed,
+    raised,
     zero_grads,
 )
 
-Call = Callable[..., Tensor]  # the checkpoint, or plain_call in its place
-Case = tuple[Callable[[Call], Tensor], dict[str, Tensor]]  # a loss, and the leaves it reaches
-
-
-def _module(device: torch.device) -> Case:
-    model, x = mlp(7, 13, 5, device=device), _leaf(11, 7, device=device)
-    return lambda call: loss_of(call(model, x)), {"x": x, **dict(model.named_parameters())}
-
-
-def _no_module(device: torch.device) -> Case:
-    weight, x = _leaf(7, 3, device=device), _leaf(11, 7, device=device)
-    return lambda call: loss_of(call(lambda t: (t @ weight).tanh(), x)), {"x": x, "weight": weight}
-
-
-def _two_arguments(device: torch.device) -> Case:
-    x, weight, fixed = _leaf(11, 7, device=device), _leaf(7, 3, device=device), torch.ones(3)
-    fixed = fixed.to(device)
-    return (
-        lambda call: loss_of(call(lambda a, b, c: (a + (c @ b.t())).exp(), x, weight, fixed)),
-        {"x": x, "weight": weight, "fixed (which needs none)": fixed},
-    )
-
-
-def _one_twice(device: torch.device) -> Case:
-    x = _leaf(11, 7, device=device)
-    return lambda call: loss_of(call(lambda a, b: a.sin() * b, x, x)), {"x": x}
-
-
-def _unused(device: torch.device) -> Case:
-    x, other = _leaf(11, 7, device=device), _leaf(2, 3, device=device)
-    return lambda call: loss_of(call(lambda a, _: a.sin(), x, other)), {"x": x, "unused": other}
-
-
-def _tied(device: torch.device) -> Case:
-    layer, x = nn.Linear(7, 7).to(device), _leaf(11, 7, device=device)
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    return lambda call: loss_of(call(model, x)), {"x": x, **dict(layer.named_parameters())}
-
-
-def _frozen(device: torch.device) -> Case:
-    model, x = mlp(7, 13, 9, 5, device=device), _leaf(11, 7, device=device)
-    model[2].requires_grad_(False)
-    return lambda call: loss_of(call(model, x)), {"x": x, **dict(model.named_parameters())}
-
-
-def _in_a_row(device: torch.device) -> Case:
-    layers, x = [nn.Linear(7, 7).to(device) for _ in range(4)], _leaf(11, 7, device=device)
-
-    def loss(call: Call) -> Tensor:
-        out = call(layers[1], layers[0](x).tanh())
-        return loss_of(layers[3](call(nn.Sequential(layers[2], nn.Tanh()), out)))
-
-    return loss, {"x": x, **dict(nn.ModuleList(layers).named_parameters())}
-
-
-def _used_outside_too(device: torch.device) -> Case:
-    layer, x = nn.Linear(7, 7).to(device), _leaf(11, 7, device=device)
-    return (
-        lambda call: loss_of(x + call(lambda a: layer(a).tanh(), x)) + layer.weight.square().sum(),
-        {"x": x, **dict(layer.named_parameters())},
-    )
-
-
-def _many(device: torch.device) -> Case:
-    """test_checkpointing of torch's test_autograd: one module, many checkpoints in one graph."""
-    layer, x = nn.Linear(1, 3).to(device), _leaf(40, 1, device=device)
-    return (
-        lambda call: loss_of(torch.stack([call(lambda a: layer(a).exp(), row) for row in x])),
-        {"x": x},
-    )
-
-
-CASES = {
-    "a_module": _module,
-    "a_function_that_uses_a_leaf": _no_module,
-    "several_arguments": _two_arguments,
-    "one_argument_twice": _one_twice,
-    "an_unused_argument": _unused,
-    "a_layer_used_twice": _tied,
-    "a_frozen_layer": _frozen,
-    "checkpoints_in_a_row": _in_a_row,
-    "used_outside_too": _used_outside_too,
-    "many_in_one_graph": _many,
-}
-
-
-def _leaf(*shape: int, device: torch.device) -> Tensor:
-    return draw.randn(*shape, device=device).requires_grad_()
-
 
 class TestPart1Checkpoint:
-    subject = "checkpoint"
+    @pytest.mark.works("checkpoint", "gradients")
+    def test_gives_the_gradients_that_one_can_do_by_hand(self, answer, device):
+        """w x x with w = 2 and x = 3 is 18; its derivative by x is 2 w x = 12, by w x x = 9."""
+        x, w = (torch.tensor(n, device=device, requires_grad=True) for n in (3.0, 2.0))
+        out = answer.checkpoint(lambda t: w * t * t, x)
+        out.backward()
+        got = [out.item(), *(None if t.grad is None else t.grad.item() for t in (x, w))]
+        check_equal(
+            got,
+            [18.0, 12.0, 9.0],
+            "result, gradient of the argument, gradient of the weight inside",
+            cause="draw the graph of the second run: where does it end, and who gets what?",
+            suspects={
+                "the graph is cut at the argument and never joined again": [18.0, None, 9.0],
+                "gradients for the arguments only: the weight needs backward()": [18.0, 12.0, None],
+                "twice the gradient: the argument was not detached": [18.0, 24.0, 9.0],
+                "nothing gets a gradient": [18.0, None, None],
+            },
+        )
 
-    @pytest.mark.works
-    def test_gives_the_result_and_a_gradient_to_everything(self, answer, device):
-        """Behaviour: test_checkpoint of torch's test_utils."""
-        loss, leaves = _module(device)
-        want = train(lambda: loss(plain_call), leaves)
-        got = train(lambda: loss(answer.checkpoint), leaves)
-        check_same(got, want, cause=_lost)
+    @pytest.mark.works("checkpoint", "runs")
+    @as_plain("it runs twice at once, or nothing is run again, so everything was kept")
+    def test_runs_once_and_once_more_in_the_backward_pass(self):
+        model, x = probed(nn.Linear(5, 5)), leaf(3, 5)
+        yield "a module", lambda c: c(model, x)
 
-    @pytest.mark.works
-    def test_runs_once_forward_and_once_more_backward(self, answer, device):
-        """Behaviour: test_checkpoint_trigger of torch's test_utils."""
-        layers, log = chain(1, device)
-        out = answer.checkpoint(layers[0], _leaf(3, 5, device=device))
-        check_equal(len(log), 1, "runs in the forward pass", cause="it runs twice at once")
-        loss_of(out).backward()
-        cause = "nothing is run again, so everything was kept" if len(log) < 2 else "once is enough"
-        check_equal(len(log), 2, "runs after the backward pass", cause=cause)
-
-    @pytest.mark.works
+    @pytest.mark.works("checkpoint", "written here")
     def test_is_not_torchs_own(self, answer, device):
-        model, x = mlp(7, 13, 5, device=device), _leaf(11, 7, device=device)
+        model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device)
         check_not_torchs_own(lambda: loss_of(answer.checkpoint(model, x)).backward())
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-    def test_loss_and_gradients_are_the_plain_ones_to_the_bit(self, answer, device, case):
-        """Running the same operations again gives the same bits.
+    @pytest.mark.exact("checkpoint", "gradients")
+    @as_plain("the second run is not the first one's, or a gradient lands with the wrong tensor")
+    def test_every_gradient_is_the_plain_one_to_the_bit(self):
+        x, model = leaf(11, 7), probed(nn.Linear(7, 13), nn.Linear(13, 5))
+        yield "a module", lambda call: call(model, x)
+        weight = leaf(7, 3)
+        yield "a function that uses a leaf", lambda c: c(lambda a: (a @ weight).tanh(), x)
+        fixed = data(3)
+        mix = lambda a, b, c: (a + c @ b.t()).exp()  # noqa: E731
+        yield "several arguments", lambda c: c(mix, x, weight, fixed)
+        yield "one argument twice", lambda c: c(lambda a, b: a.sin() * b, x, x)
+        yield "an unused argument", lambda c: c(lambda a, _: a.sin(), x, weight)
+        tied, layer = nn.Sequential(), nn.Linear(7, 7)
+        tied.extend([layer, nn.Tanh(), layer])
+        yield "a layer used twice", lambda c: c(tied, x)
+        frozen = probed(nn.Linear(7, 13), nn.Linear(13, 5))
+        frozen[0].requires_grad_(False)
+        yield "a frozen layer", lambda c: c(frozen, x)
+        row = nn.ModuleList(probed(nn.Linear(7, 7)) for _ in range(12))
+        chained = lambda call: reduce(lambda y, block: call(block, y), row, x)  # noqa: E731
+        yield "12 checkpoints in a row", chained
+        yield "used outside too", lambda c: x + c(layer, x.tanh()) + layer.weight.square().sum()
+        rows, one = leaf(40, 1), nn.Linear(1, 3)
+        many = lambda c: torch.stack([c(lambda a: one(a).exp(), r) for r in rows])  # noqa: E731
+        yield "one module, 40 times", many
 
-        test_checkpoint and test_checkpointing_without_reentrant_correct_grad of torch's tests.
-        """
-        draw.seed(3)
-        loss, leaves = case(device)
-        want = train(lambda: loss(plain_call), leaves)
-        check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=_values)
+    @pytest.mark.exact("checkpoint", "gradients")
+    @as_plain("a kind of tensor, a mode or a gradient from before is treated as all others are not")
+    def test_every_kind_of_tensor_and_mode_gets_its_gradient(self):
+        z, w = leaf(6, 7, dtype=torch.complex64), leaf(7, 3, dtype=torch.complex64)
+        yield "complex numbers", lambda call: call(lambda a: (a @ w).sin(), z)
+        yield "a complex view", lambda call: call(lambda a, b: a.exp() * b.real, z, z[0])
+        doubles = leaf(5, 4, dtype=torch.float64)
+        strides = lambda c: c(lambda a: (c.note(a.stride()), a.exp())[1], doubles.t())  # noqa: E731
+        yield "transposed float64", strides
+        x, fixed, index = leaf(4, 5), data(5), torch.tensor([2, 0])
+        mask = torch.tensor([True, False, True, True, False])
+        mix = lambda a, b, c, d, times: ((a + b)[c] * d).exp() * times  # noqa: E731
+        yield "integers, booleans and data", lambda c: c(mix, x, fixed, index, mask, 0.5)
+        flags = lambda c, *tensors: c.note([(t.requires_grad, t.dtype) for t in tensors])  # noqa: E731
+        look = lambda c: c(lambda a, *rest: (flags(c, a, *rest), a)[1], x, fixed, index, mask)  # noqa: E731
+        yield "what they require", look
+        for train in (True, False):
+            model = probed(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5)).train(train)
+            mode = f"batch norm and dropout in {'train' if train else 'eval'} mode"
+            yield mode, lambda call, m=model: call(m, x)
+        model = mlp(5, 7, device=x.device)
+        yield "gradients from before", lambda c: (loss_of(model(x)).backward(), c(model, x))[1]
+        own = lambda a: model[0](a).mul_(2).relu_()  # noqa: E731
+        yield "a function that changes its own", lambda c: c(own, x)
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("kind", ["numbers", "indices"])
-    def test_parameters_get_gradients_though_no_argument_needs_one(self, answer, device, kind):
-        """The first layer's input is data (pytorch#6884, pytorch#7617).
+    @pytest.mark.exact("checkpoint", "data")
+    @as_plain("a Function none of whose inputs requires a gradient is left out of the graph")
+    def test_parameters_get_gradients_though_no_argument_requires_one(self):
+        model, x = probed(nn.Linear(7, 13)), data(11, 7)
+        yield "numbers", lambda call: call(model, x)
+        words = nn.Sequential(nn.Embedding(17, 7), nn.Tanh())
+        index = torch.arange(12).view(4, 3)
+        yield "indices", lambda call: call(words, index)
+        yield "no argument", lambda call: call(lambda: model(x))
+        yield "no tensors", lambda c: c(lambda n, _: model(x * n), 3, None)
+        weight = nn.Parameter(data(7))
+        yield "nothing but numbers", lambda c: weight * c(lambda a, b: (a + b, None), 1, 2)[0]
 
-        Behaviour: test_checkpointing_without_reentrant[input_requires_grad=False] of torch.
-        """
-        if kind == "numbers":
-            model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device)
-        else:
-            model = nn.Sequential(nn.Embedding(17, 7), nn.Tanh()).to(device)
-            x = draw.randint(17, (4, 3), device=device)
-        out = answer.checkpoint(model, x)
-        check(out.requires_grad, expected="an output with a graph", got="none", cause=_anchor)
-        leaves = dict(model.named_parameters())
-        want = train(lambda: loss_of(model(x)), leaves)
-        got = train(lambda: loss_of(answer.checkpoint(model, x)), leaves)
-        check_same(got, want, cause=_anchor)
+    @pytest.mark.exact("checkpoint", "data")
+    @as_plain("backward is called on an output of the second run that has no graph")
+    def test_a_function_without_gradients_stops_nothing(self):
+        body, head, x = probed(nn.Linear(7, 5)).requires_grad_(False), nn.Linear(5, 2), data(11, 7)
+        yield "all frozen", lambda call: head(call(body, x))
+        body = nn.Linear(7, 5)
+        inside = torch.no_grad()(lambda a: body(a))
+        yield "no_grad inside", lambda c: head(c(inside, x))
+        both = lambda a: (inside(a), head(body(a)))  # noqa: E731
+        yield "half of it", lambda c: sum(map(loss_of, c(both, x)))
+        index = lambda a: head(a).argmax(-1)  # noqa: E731
+        yield "integers", lambda call: body.weight[0, call(index, data(11, 5))]
 
-    @pytest.mark.exact
-    def test_adds_to_the_gradients_that_are_there(self, answer, device):
-        model, x = mlp(7, 13, 5, device=device), _leaf(11, 7, device=device)
-        leaves = {"x": x, **dict(model.named_parameters())}
+    @pytest.mark.saves("checkpoint", "kept")
+    @pytest.mark.parametrize("kind", ["trained", "data", "with others"])
+    def test_keeps_its_arguments_and_nothing_else(self, answer, reference, device, kind):
+        """Bar: the argument + 8 KiB for the loss, a random state, and what else an answer needs.
 
-        def twice(call: Call) -> Tensor:
-            loss_of(model(x)).backward()
-            return loss_of(call(model, x))
-
-        want = train(lambda: twice(plain_call), leaves)
-        cause = "gradients are set, not added to those of an earlier backward pass"
-        check_same(train(lambda: twice(answer.checkpoint), leaves), want, cause=cause)
-
-    @pytest.mark.saves
-    def test_keeps_its_arguments_and_nothing_else(self, answer, reference, device):
-        """Alive after the forward pass: the argument, which only the graph knows, and the loss.
-
-        Bar: the argument + 8 KiB for the loss, a random state, and what the answer needs of that
-        kind. The output is of another size, 24 KiB, and `sum` does not need it.
+        Only the graph knows the argument, of 16 KiB. The output, which sum() does not need, is of
+        another size, 24 KiB, and the inside of 128 KiB. The other argument is the caller's.
         """
         model, x = mlp(32, 256, 48, device=device), draw.randn(128, 32, device=device)
-        x.requires_grad_()
+        x.requires_grad_(kind != "data")
+        several = lambda a, scale, b: (out := model(a * scale), scale, out + b)  # noqa: E731
+        others = (0.5, torch.ones(128, 48, device=device))
+        function, args = (several, others) if kind == "with others" else (model, ())
 
-        def held(call: Call) -> int:
-            kept: list[Tensor] = []
-            return measure(
-                lambda: kept.append(call(model, x * 2).sum()), device, known=[model, x]
-            ).retained
+        def held(call, kept):
+            out = call(function, x * 2, *args)
+            kept.append(out.sum() if torch.is_tensor(out) else out[0].sum() + out[2].sum())
 
-        check_bar(
+        calls = answer.checkpoint, reference.checkpoint, plain_call
+        title, read = (
             "bytes between forward and backward",
-            held(answer.checkpoint),
-            x.nbytes + 8192,
-            plain=held(plain_call),
-            reference=held(reference.checkpoint),
-            formula="one argument + 8 KiB",
-            cause=_kept,
+            bytes_left(held, device, model, x, others),
         )
+        cause = "the first run builds a graph, or the outputs are kept with the arguments"
+        check_bytes(title, read, calls, x.nbytes + 8192, "one argument + 8 KiB", cause)
 
-    @pytest.mark.saves
+    @pytest.mark.saves("checkpoint", "kept")
+    @pytest.mark.parametrize("kind", ["trained", "data"])
     def test_the_peak_is_one_block_and_an_input_for_each_of_the_others(
-        self, answer, reference, device
+        self, answer, reference, device, kind
     ):
-        """Six blocks with a checkpoint each.
+        """Bar: six inputs of the six blocks and three more of that size (a gradient on its way, an
+        output that is there again, one to spare) + the plain peak of one block."""
+        blocks = nn.ModuleList(mlp(32, 256, 32, device=device) for _ in range(6))
+        x = draw.randn(128, 32, device=device)
+        known = zero_grads(blocks, x.requires_grad_(kind == "trained"))
 
-        Bar: 6 outputs, and 3 more of that size (the gradient on its way, an output that is there
-        again, and one to spare) + the plain peak of one block.
-        """
-        blocks, x = wide_blocks(6, device), _leaf(128, 32, device=device)
-        known = zero_grads(blocks, x)
+        def peak(call, layers=blocks):
+            step = lambda: loss_of(reduce(lambda y, b: call(b, y), layers, x)).backward()  # noqa: E731
+            return peak_of(step, device, *known)
 
-        def peak(call: Call) -> int:
-            def step() -> None:
-                y = x
-                for block in blocks:
-                    y = call(block, y)
-                loss_of(y).backward()
+        calls = answer.checkpoint, reference.checkpoint, plain_call
+        limit = (6 + 3) * x.nbytes + peak(plain_call, blocks[:1])
+        title, formula = "peak of 6 checkpointed blocks", "6 + 3 inputs + one block's plain peak"
+        cause = "the first run keeps a graph, or the second run's stays in a cycle of references"
+        check_bytes(title, peak, calls, limit, formula, cause)
 
-            return peak_of(step, known, device)
-
-        check_bar(
-            "peak of 6 checkpointed blocks",
-            peak(answer.checkpoint),
-            (6 + 3) * x.nbytes + plain_peak(blocks[:1], x),
-            plain=plain_peak(blocks, x),
-            reference=peak(reference.checkpoint),
-            formula="6 + 3 inputs + one block's plain peak",
-            cause="the graph of the first run is kept: it must run without gradients; or the "
-            "second run's in a cycle of references",
-        )
-
-    @pytest.mark.saves
+    @pytest.mark.saves("checkpoint", "freed")
     def test_the_backward_pass_frees_what_was_kept(self, answer, reference, device):
-        """After it, with the output still in hand: the output, and no argument.
-
-        Bar: the output + 8 KiB. The argument has 32 KiB.
-        """
+        """Bar: the output, which is still in hand, + 8 KiB. The argument has 32 KiB."""
         model, x = mlp(32, 64, 48, device=device), draw.randn(256, 32, device=device)
         known = zero_grads(model, x.requires_grad_())
 
-        def left(call: Call) -> int:
-            kept: list[Tensor] = []
+        def left(call, kept):
+            kept.append(call(model, x * 2))
+            loss_of(kept[0]).backward()
 
-            def step() -> None:
-                kept.append(call(model, x * 2))
-                loss_of(kept[0]).backward()
+        calls = answer.checkpoint, reference.checkpoint, plain_call
+        title, limit = "bytes after the backward pass", 256 * 48 * 4 + 8192
+        cause = "the arguments hang on the graph's node: save_for_backward would free them"
+        read = bytes_left(left, device, *known)
+        check_bytes(title, read, calls, limit, "the output + 8 KiB", cause)
 
-            return measure(step, device, known=known).retained
+    @pytest.mark.saves("checkpoint", "freed")
+    @pytest.mark.parametrize("kind", ["trained", "data", "tuple", "nested", "not run", "fails"])
+    def test_leaves_nothing_to_the_garbage_collector(self, answer, device, kind):
+        """Storages of argument, inside and output in both runs, once the caller has let go."""
+        model, x = nn.Linear(5, 5).to(device), draw.randn(3, 5, device=device)
+        x.requires_grad_(kind != "data")
+        seen = []
 
-        check_bar(
-            "bytes after the backward pass",
-            left(answer.checkpoint),
-            256 * 48 * 4 + 8192,
-            plain=left(plain_call),
-            reference=left(reference.checkpoint),
-            formula="the output + 8 KiB",
-            cause="the arguments hang on the graph's node: save_for_backward would free them",
-        )
+        def function(a):
+            inside = model(a).exp()
+            out = inside.tanh()
+            seen.extend(ref(t.untyped_storage()) for t in (a, inside, out))
+            if kind == "fails" and len(seen) > 3:
+                raise KeyError("planted")
+            return (out, inside) if kind == "tuple" else out
 
+        def step():
+            whole = partial(answer.checkpoint, function) if kind == "nested" else function
+            out = answer.checkpoint(whole, x * 2)
+            loss = sum(map(loss_of, out)) if kind == "tuple" else loss_of(out)
+            if kind != "not run":
+                raised(loss.backward, KeyError)
 
-_lost = (
-    "the graph is cut at the argument and never joined again, or the second run's gradients go "
-    "to the arguments only: the parameters inside need backward(), not grad()"
-)
-_values = "the second run is not the first one's, or a gradient lands with the wrong argument"
-_anchor = "a Function none of whose inputs needs a gradient is left out of the graph"
-_kept = "the first run builds a graph, or the outputs are kept with the arguments"
+        with collector_paused() as collect:
+            step()
+            alive = sum(storage() is not None for storage in seen)
+            collect()
+            garbage = alive and not any(storage() is not None for storage in seen)
+        cycle = {"the graph is kept alive by a cycle: only the collector frees it": alive}
+        cause = "something outside of the graph keeps them"
+        what = f"of {len(seen)} storages (argument, inside, output) still alive"
+        check_equal(alive, 0, what, cause=cause, suspects=cycle if garbage else {})
+
+    @pytest.mark.survives("checkpoint", "no_grad")
+    @as_plain("no_grad() and inference_mode() are not asked for")
+    def test_without_gradients_it_is_the_plain_call(self):
+        model = probed(nn.Linear(5, 5), nn.Dropout(0.5))
+        with torch.inference_mode():
+            x = data(3, 5)
+            yield "inference_mode", lambda c: c(model, x)
+        with torch.no_grad():
+            yield "no_grad", lambda c: c(model, x)
+            yield "no_grad, a tensor in a list", lambda c: c(lambda xs: model(xs[0]), [x])
+
+    @pytest.mark.survives("checkpoint", 6)
+    @pytest.mark.filterwarnings("ignore:Using backward")
+    @pytest.mark.parametrize("how", ["grad", "grad_of_a_parameter", "inputs", "create_graph"])
+    def test_refuses_what_would_lose_gradients(self, answer, device, how):
+        """grad() may change no .grad, but a backward() inside would; and a second derivative would
+        lack the part from inside."""
+        model, x = probed(nn.Linear(7, 5)).to(device), draw.randn(11, 7, device=device)
+        leaves = {"x": x.requires_grad_(), **dict(model.named_parameters())}
+
+        def ask(call):
+            x.grad = None
+            model.zero_grad()
+            loss = call(model, x).sum() + (x**3).sum()
+            if how == "inputs":
+                loss.backward(inputs=[x])
+            elif how == "create_graph":
+                loss.backward(create_graph=True)
+                first, x.grad = x.grad, None
+                first.square().sum().backward()
+            else:
+                of = x if how == "grad" else model[0].weight
+                of.grad = torch.autograd.grad(loss, of)[0]
+            return {name: p.grad for name, p in leaves.items()}
+
+        want = ask(plain_call)
+        try:
+            got = ask(answer.checkpoint)
+        except NotImplementedError:
+            raise
+        except RuntimeError:  # then nothing may have moved that the plain way leaves alone
+            got = {name: p.grad if want[name] is None else want[name] for name, p in leaves.items()}
+        same = [got[n] is g if None in (got[n], g) else got[n].allclose(g) for n, g in want.items()]
+        cause = "backward() inside reaches all parameters: grad() and inputs= need a refusal"
+        if how == "create_graph":
+            cause = "the second run's gradients have no graph, and create_graph=True goes unnoticed"
+        what = "right gradients and no others for x, weight and bias, or a RuntimeError"
+        check_equal(same, [True] * 3, what, cause=cause)

@@ -1,255 +1,310 @@
 """The second run sees what the first one saw: random numbers, autocast, arguments, outputs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_close, check_equal
-from specs.segment_checkpointing.common import (
-    Layer,
+from kit.laws.checks import SpecFailure, check_equal, check_raises
+from kit.laws.endings import ENDINGS
+from specs.segment_checkpointing.worlds import (
+    as_plain,
+    big_chain,
     chain,
-    check_random,
-    check_same,
+    check_bytes,
+    data,
+    leaf,
     loss_of,
-    named,
+    peak_of,
     plain_call,
-    run,
-    train,
+    probed,
+    refuses,
 )
 
-
-class _Caster(nn.Module):
-    """A linear layer that notes the dtype that autocast gives it each time it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
-        self.dtypes: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        self.dtypes.append(x.dtype)
-        return x.exp()
+Pair, NAME = namedtuple("Pair", ["first", "second"]), object()
 
 
-def _mixture(
-    a: Tensor, none: None, scale: int, b: Tensor, which: Tensor, name: object
-) -> tuple[object, ...]:
-    """Tensors and other things in and out, in no particular order."""
-    return scale, (a * b).sin() * scale, None, True, a.exp() + b, name, which.flip(0), b[which]
+def dropouts(count):
+    return nn.ModuleList(probed(nn.Linear(5, 5), nn.Dropout(0.4)) for _ in range(count))
 
 
 class TestPart2SecondRun:
-    subject = "checkpoint"
+    @pytest.mark.works("checkpoint", "random state")
+    @as_plain("the second run draws other numbers, or its state or the first one's is put back")
+    def test_random_numbers_are_as_after_one_run(self):
+        x, layers = leaf(13, 5), dropouts(3)
+        yield "dropout", lambda call: call(layers[0], x)
+        yield "a row", lambda c: c(layers[2], c(layers[1], c(layers[0], x)))
+        yield "one layer twice", lambda c: c(layers[0], F.dropout(c(layers[0], x), 0.3))
+        noise = lambda a: a.exp() * torch.rand_like(a)  # noqa: E731
+        yield "a function that draws", lambda c: c(noise, x * 1)
+        part = dropouts(1).eval()
+        part[0][3].train()
+        yield "dropout that trains in an eval model", lambda c: c(part[0], x)
 
-    @pytest.mark.works
-    def test_arguments_and_outputs_may_be_anything(self, answer, device):
-        """Behaviours: test_checkpoint_non_tensor, test_checkpoint_non_tensor_inputs_outputs and
-        test_nested_checkpoint_non_tensor_inputs_and_outputs of torch's tests."""
-        a, b = (draw.randn(5, device=device, requires_grad=True) for _ in range(2))
-        which = torch.tensor([3, 1, 3], device=device)
-
-        def loss(call: Callable[..., tuple]) -> Tensor:
-            out = call(function, a, None, 3, b, which, name)
-            outputs.append(out)
-            # Each output with a weight of its own, so that none can stand in for another.
-            return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
-
-        def function(*args: Any) -> tuple[object, ...]:
-            names.append(args[-1])
-            return _mixture(*args)
-
-        name, names, outputs = object(), [], []
-        want = train(lambda: loss(plain_call), {"a": a, "b": b})
-        got = train(lambda: loss(answer.checkpoint), {"a": a, "b": b})
-        check_equal(
-            [type(item) for item in outputs[1]],
-            [type(item) for item in outputs[0]],
-            "types of the outputs",
-            cause="only tensors come through",
-        )
-        for place in (0, 2, 3, 5, 6):
-            cause = "an output that is not trained does not come through as it is"
-            check_equal(outputs[1][place], outputs[0][place], f"output {place}", cause=cause)
-        check_same(got, want, cause=_pairs)
-        cause = "what is no tensor is copied: the second run gets another object"
-        check_equal(names, [name] * 3, "objects that the function was given", cause=cause)
-
-    @pytest.mark.exact
-    @pytest.mark.parametrize("draws", [0, 3], ids=["at_once", "other_draws_in_between"])
-    def test_dropout_drops_the_same_again(self, answer, device, draws):
-        """Behaviour: test_checkpoint_rng_cpu of torch's test_utils (pytorch#14253).
-
-        One module, twice: each run has a random state of its own.
-        """
-        layer = Layer(0, [], 5, dropout=0.4).to(device)
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-
-        def loss(call: Callable[..., Tensor]) -> Tensor:
-            out = call(layer, torch.nn.functional.dropout(x, 0.3))
-            out = loss_of(call(layer, out))
-            draw.next_random(device, draws)
-            return out
-
-        leaves = {"x": x, **dict(layer.named_parameters())}
-        want = train(lambda: loss(plain_call), leaves)
-        check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=_random)
-
-    @pytest.mark.exact
-    def test_the_random_stream_goes_on_as_if_nothing_ran_twice(self, answer, device):
-        layers, _ = chain(3, device)
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-        between: list[Tensor] = []
-
-        def loss(call: Callable[..., Tensor]) -> Tensor:
-            out = layers[2](call(layers[1], call(layers[0], x)))
-            between.append(draw.next_random(device))
-            return loss_of(out)
-
-        want = train(lambda: loss(plain_call), {"x": x})
-        got = train(lambda: loss(answer.checkpoint), {"x": x})
-        cause = "the first run's draws are taken back, and what follows draws them again"
-        check_equal(between[1], between[0], "random numbers after the forward pass", cause=cause)
-        cause = "the random state of the forward pass stays in force after the second run"
-        check_random(got, want, cause=cause)
+        draw_too = lambda c: c(layers[1], (c(layers[0], x), torch.rand(1000))[0])  # noqa: E731
+        yield "other draws in between", draw_too
 
     @pytest.mark.gpu
-    @pytest.mark.exact
-    def test_random_numbers_of_the_gpu_are_the_same_too(self, answer):
-        """Behaviour: test_checkpoint_rng_gpu of torch's test_utils."""
-        device = torch.device("cuda")
-        layers, _ = chain(2, device)
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-        leaves = {"x": x, **named(layers)}
+    @pytest.mark.works("checkpoint", "random state")
+    @as_plain("the state of the cuda generator is not restored, or not put back")
+    def test_random_numbers_of_the_gpu_are_as_after_one_run(self):
+        x, layers = leaf(13, 5), dropouts(2)
+        yield "dropout", lambda c: c(layers[1], c(layers[0], x))
 
-        def loss(call: Callable[..., Tensor]) -> Tensor:
-            out = loss_of(call(layers[1], call(layers[0], x)))
-            draw.next_random(device)
-            return out
+    @pytest.mark.exact("checkpoint", "autocast")
+    @as_plain("the second run or the backward pass has another autocast than in the plain call")
+    def test_autocast_is_as_in_the_first_run(self):
+        """A wrong dtype changes gradients by some 0.5 % only: hence dtypes and bits."""
+        layer, model, x = nn.Linear(7, 7), probed(nn.Linear(7, 7)), leaf(11, 7)
+        block, off = (
+            partial(torch.autocast, x.device.type),
+            torch.autocast(x.device.type, enabled=False),
+        )
+        twice = lambda a: layer(layer(a).tanh())  # noqa: E731
 
-        want = train(lambda: loss(plain_call), leaves)
-        got = train(lambda: loss(answer.checkpoint), leaves)
-        check_same(got, want, cause="the state of the cuda generator is not restored")
-        cause = "the state of the cuda generator is not put back after the second run"
-        check_random(got, want, cause=cause)
+        def inside(block, function):
+            def step(call):
+                with block:
+                    return call(function, x)
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-    def test_runs_again_in_the_dtype_of_the_first_run(self, answer, device, dtype):
-        """backward() is called outside the autocast block (pytorch#71124).
+            return step
 
-        Behaviour: test_checkpointing_non_reentrant_autocast_cpu and _gpu of torch's test_autograd.
-        A wrong dtype changes the gradients by some 0.5 % only, hence the dtypes and the bits.
+        for dtype in (torch.bfloat16, torch.float16):
+            yield f"{dtype}, backward outside", inside(block(dtype), model)
+        bfloat16, uncached = block(torch.bfloat16), block(torch.bfloat16, cache_enabled=False)
+        partly = lambda a: off(lambda t: model(t))(layer(a).float())  # noqa: E731
+        yield "off in a part of the function", inside(bfloat16, partly)
+        yield "a weight that is used twice is cast once", inside(bfloat16, twice)
+        yield "a weight used twice without cache", inside(uncached, twice)
+        yield "autocast of the function's own", lambda c: c(bfloat16(lambda a: model(a)), x)
+
+        def off_inside(call):
+            with bfloat16:
+                out = inside(off, model)(call)
+                loss_of(out).backward()
+            return out.detach()
+
+        yield "off, backward inside of bfloat16", off_inside
+        cast = nn.Linear(4, 4, bias=False)  # of numbers that bfloat16 holds and adds exactly
+        nn.init.eye_(cast.weight)
+        bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
+
+        def cast_before(call):  # pytorch#112583: in torch 2.6 a copy without a graph is found
+            with bfloat16:
+                out = cast(call(cast, bits))
+                loss_of(out).backward()
+            return out.detach()
+
+        yield "a weight inside and outside", cast_before
+
+    @pytest.mark.exact("checkpoint", "result")
+    @as_plain("gradients go to other outputs than theirs, or a result is not what was returned")
+    def test_arguments_and_results_are_handed_on(self):
+        """Small integers, and sizes that are powers of two: sums are the same in every order."""
+        a, b, which = leaf(5), leaf(5), torch.tensor([3, 1, 3])
+
+        def mixture(call):
+            def function(a, none, scale, b, which, *rest):
+                call.note((none, scale, rest[0] is NAME, rest[1:]))
+                out = (a * b).sin() * scale
+                return scale, out, None, True, a.exp() + b, rest[0], which.flip(0), b[which]
+
+            out = call(function, a, None, 3, b, which, NAME, [1, 2], {"k": None}, "word")
+            return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
+
+        yield "tensors and other things", mixture
+        x = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0], [-7.0, 8.0]], requires_grad=True)
+        w = torch.tensor(2.0, requires_grad=True)
+
+        def all_of(function, change=lambda item: item):
+            def step(call):
+                out = call(function, x)
+                outputs = map(change, out if isinstance(out, tuple) else (out,))
+                return sum(n * loss_of(item) for n, item in enumerate(outputs, 1))
+
+            return step
+
+        yield "views of one tensor", all_of(lambda x: (x * w).unbind(0))
+        yield "a view that was changed", all_of(lambda x: (x * w)[:].relu_())
+        yield "the argument itself", all_of(lambda x: (x, (x * w).view(-1), x[2:]))
+        yield "a tuple of one", all_of(lambda x: (x * w,))
+        yield "a namedtuple", all_of(lambda x: Pair(x * w, (x - w).exp()))
+        yield "one tensor twice", all_of(lambda x: (y := x * w, y))
+
+        changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
+        yield "changed in place", changed(lambda x: x * w)
+        yield "two of them changed in place", changed(lambda x: (x * w, x + w))
+        yield "a slice changed in place", changed(lambda x: (x * w)[1:])
+
+    @pytest.mark.saves("checkpoint", 3)
+    def test_nested_checkpoints_save_at_both_levels(self, answer, reference, device):
+        """12 layers: a checkpoint for each 4 of them, inside one around all.
+
+        Bar: 3 inputs of the inner ones, and one more of that size (an output that is there
+        again) + the plain peak of 4 layers.
         """
-        before, model = nn.Linear(7, 7).to(device), _Caster().to(device)
-        x = draw.randn(11, 7, device=device, requires_grad=True)
-        leaves = {"x": x, **named([before, model])}
+        layers, x = big_chain(12, device)
 
-        def loss(call: Callable[..., Tensor]) -> Tensor:
-            out = before(x)  # in float32, and so is its backward pass
-            with torch.autocast(device.type, dtype):
-                out = call(model, out)
-            return loss_of(out)
+        def peak(call, layers=layers):
+            def outer(y):
+                for start in range(0, len(layers), 4):
+                    y = call(nn.Sequential(*layers[start : start + 4]), y)
+                return y
 
-        want = train(lambda: loss(plain_call), leaves)
-        model.dtypes.clear()
-        got = train(lambda: loss(answer.checkpoint), leaves)
-        check_equal(model.dtypes, [dtype, dtype], "dtypes of the two runs", cause=_autocast)
-        check_same(got, want, cause=_autocast)
+            step = lambda: loss_of(call(outer, x)).backward()  # noqa: E731
+            return peak_of(step, device, layers, x)
 
-    @pytest.mark.exact
-    def test_runs_again_without_autocast_where_it_was_off(self, answer, device):
-        model = _Caster().to(device)
-        x = draw.randn(11, 7, device=device, requires_grad=True)
-        with torch.autocast(device.type, torch.bfloat16):
-            with torch.autocast(device.type, enabled=False):
-                loss = loss_of(answer.checkpoint(model, x))
+        calls = answer.checkpoint, reference.checkpoint, plain_call
+        limit = 4 * x.nbytes + peak(plain_call, layers[:4])
+        title, formula = "peak of 12 layers, nested", "4 inputs + the plain peak of 4 layers"
+        cause = "the inner checkpoints do nothing when they run inside another"
+        check_bytes(title, peak, calls, limit, formula, cause)
+
+    @pytest.mark.survives("checkpoint", 1)
+    @as_plain("zeros stand in for the gradient that is not there, or others take its place")
+    def test_an_output_that_is_not_used_gets_no_gradient(self):
+        """sqrt has an infinite derivative at 0, and 0 times infinity is NaN."""
+        x, w = (
+            torch.tensor([0.0, 1.0, 4.0], requires_grad=True),
+            torch.tensor(2.0, requires_grad=True),
+        )
+        outputs = lambda t: (t * 3, t.sqrt(), w.exp() * t)  # noqa: E731
+        yield "output 0 is used", lambda c: c(outputs, x)[0]
+        yield "output 1 is used", lambda c: c(lambda t: outputs(t)[2:] + outputs(t)[:2], x)[1]
+        yield "output 2 is used", lambda c: c(lambda t: outputs(t)[1:] + outputs(t)[:1], x)[2]
+
+    @pytest.mark.survives("checkpoint", 2)
+    @as_plain("an output that is a parameter or a buffer loses its gradient, or its values")
+    def test_a_parameter_or_a_buffer_may_be_returned(self):
+        weight, x, fixed = leaf(5), leaf(3, 5), data(5)
+
+        def leaf_of(result):  # before backward, which would start itself again without end
+            cause = "a tensor that is returned as it is becomes part of the graph: detach it"
+            check_equal(weight.is_leaf, True, "is_leaf of the parameter", cause=cause)
+            return result
+
+        both = lambda t: ((t * weight).exp(), weight, fixed)  # noqa: E731
+        yield "both, in a tuple", lambda c: sum(map(loss_of, leaf_of(c(both, x))))
+        yield "a parameter alone", lambda c: leaf_of(c(lambda t: weight, x)) * 3
+
+    @pytest.mark.survives("checkpoint", 3)
+    @as_plain("what one checkpoint keeps is overwritten by another: it belongs on its own node")
+    def test_a_checkpoint_may_stand_inside_another(self):
+        x = leaf(13, 5)
+        layers = chain(6, x.device)[0]
+
+        def step(call):
+            inner = lambda y: layers[2](call(layers[1], y))  # noqa: E731
+            outer = lambda y: layers[4](call(layers[3], call(inner, layers[0](y))))  # noqa: E731
+            return layers[5](call(outer, x))
+
+        yield "three deep", step
+
+    @pytest.mark.survives("checkpoint", 4)
+    @as_plain("the first backward pass uses up what the second one needs")
+    def test_backward_works_again_where_the_graph_is_retained(self):
+        x, index = leaf(13, 5), torch.tensor([2, 0, 1])
+        layers = chain(2, x.device)[0]
+
+        def step(call):
+            def function(y, scale, rows, none):
+                call.note((scale, none))
+                y = layers[0](y[rows]) * scale
+                return y, layers[1](y), scale
+
+            first, second, _ = call(function, x, 3, index, None)
+            loss_of(first).backward(retain_graph=True)
+            loss_of(second).backward(retain_graph=True)
+            return first
+
+        yield "each output, and the first again", step
+        again = lambda c: (out := c(layers[0], x), out.sum().backward(retain_graph=True))[0]  # noqa: E731
+        yield "the same again", again
+
+    @pytest.mark.survives("checkpoint", 5)
+    @pytest.mark.parametrize("end", [end for end in ENDINGS if end != "success"])
+    @pytest.mark.parametrize("run", [1, 2])
+    def test_an_error_in_either_run_comes_through(self, answer, device, run, end):
+        layer, runs, came, planted = nn.Linear(5, 5).to(device), [], None, ENDINGS[end]
+        x, after = draw.randn(3, 5, device=device, requires_grad=True), []
+
+        def function(a):
+            runs.append(1)
+            out = F.dropout(layer(a), 0.5)
+            if len(runs) == run:
+                raise planted
+            return out.exp()
+
+        try:
+            loss = loss_of(answer.checkpoint(function, x))
+            draw.seed(8)
+            after.append(draw.next_random(device))
+            draw.seed(8)
             loss.backward()
-        cause = "the second run has the autocast of the backward pass"
-        check_equal(model.dtypes, [torch.float32] * 2, "dtypes of the two runs", cause=cause)
+        except (NotImplementedError, SpecFailure):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            came = error
+        cause = "an error or Ctrl-C is kept from the caller, or another one made of it"
+        check_equal(repr(came), repr(planted), "the error that comes out", cause=cause)
+        cause = "what is set for the second run is not put back when it fails: use `with`"
+        for numbers in after:
+            check_equal(draw.next_random(device), numbers, "the next random numbers", cause=cause)
 
-    @pytest.mark.exact
-    def test_the_backward_pass_itself_is_outside_the_autocast_of_the_first_run(
-        self, answer, device
-    ):
-        """In float32 inside an autocast block: its backward pass is in float32 too."""
-        outer, inner = (nn.Linear(7, 7).to(device) for _ in range(2))
-        x = draw.randn(11, 7, device=device, requires_grad=True)
-        leaves = {"x": x, **named([outer, inner])}
+    @pytest.mark.survives("checkpoint", "Raises")
+    @refuses("arguments are kept on ctx: only save_for_backward looks for changes in place")
+    def test_refuses_an_argument_that_was_changed_since(self):
+        x, b, index, z = leaf(5), data(5), torch.arange(3), data(3, dtype=torch.complex64)
 
-        def function(t: Tensor) -> Tensor:
-            t = outer(t)
-            with torch.autocast(device.type, enabled=False):
-                return inner(t.float()).sin()
-
-        def loss(call: Callable[..., Tensor]) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16):
-                return loss_of(call(function, x))
-
-        want = train(lambda: loss(plain_call), leaves)
-        cause = "backward() runs where autocast is restored for the second run, and is cast"
-        check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=cause)
-
-    @pytest.mark.exact
-    def test_a_weight_that_autocast_has_cast_before_gets_its_gradient(self, answer, device):
-        """One weight inside and outside the checkpoint, and backward inside the autocast block.
-
-        In torch 2.6 autocast finds the copy of the weight that the first run has cast without a
-        graph (pytorch#112583). Held to the float32 gradient, within bfloat16's precision.
-        """
-        layer = nn.Linear(7, 7).to(device)
-        x = draw.randn(11, 7, device=device, requires_grad=True)
-        leaves = {"x": x, **dict(layer.named_parameters())}
-        want = train(lambda: loss_of(layer(layer(x))), leaves)
-
-        def step() -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(layer(answer.checkpoint(layer, x)))
+        def later(which):
+            def step(call):
+                args = (h := x * 1), b, index, z
+                loss = call(lambda a, b, i, c: (a * b).exp()[i] * c.real, *args).sum()
+                loss.backward(retain_graph=True)
+                with torch.no_grad():
+                    (*args, h[1:])[which].add_(1)
                 loss.backward()
-            return loss
 
-        got = run(step, leaves)
-        for name, grad in want.grads.items():
-            value = got.grads[name]
-            cause = (
-                "one of its two gradients is lost: autocast has a copy without a graph, or not +="
-            )
-            check(value is not None, expected=f"a gradient for {name}", got="None", cause=cause)
-            error = (value - grad).norm() / grad.norm()
-            what = f"error of the gradient of {name}, relative to its length,"
-            check_close(error, 0.0, what, atol=4 * 2**-8, rtol=0, cause=cause)
+            return step
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("cached", [True, False], ids=["cached", "not_cached"])
-    def test_a_weight_that_is_used_twice_under_autocast_adds_up_in_its_dtype(
-        self, answer, device, cached
-    ):
-        """Autocast casts a weight once and adds the gradients of its uses in 16 bits: to the bit.
+        for which, name in enumerate(ARGUMENTS):
+            yield f"{name} is changed before backward", RuntimeError, later(which)
 
-        A run that casts at each use, as with cache_enabled=False, adds them in float32.
-        """
-        layer = nn.Linear(33, 33).to(device)
-        x = draw.randn(17, 33, device=device, requires_grad=True)
-        leaves = {"x": x, **dict(layer.named_parameters())}
+    @pytest.mark.survives("checkpoint", "Raises")
+    @refuses("no version (tensor._version) is compared before and after the first run")
+    def test_refuses_a_function_that_changes_its_argument(self):
+        x, b, index, z = leaf(5), data(5), torch.arange(3), data(3, dtype=torch.complex64)
 
-        def loss(call: Callable[..., Tensor]) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16, cache_enabled=cached):
-                out = call(lambda t: layer(layer(t).tanh()), x)
-            return loss_of(out)
+        def within(which):
+            def function(a, b, i, c):
+                (a, b, i, c, a[1:])[which].add_(1)
+                return (a * b).exp()[i] * c.real
 
-        want = train(lambda: loss(plain_call), leaves)
-        cause = "the second run casts a weight at each use: autocast's cache is off"
-        if not cached:
-            cause = "autocast's cache was off in the first run, and is on in the second"
-        check_same(train(lambda: loss(answer.checkpoint), leaves), want, cause=cause)
+            return lambda call: call(function, x * 1, b, index, z)
+
+        for which, name in enumerate(ARGUMENTS):
+            yield f"the function changes {name}", RuntimeError, within(which)
+        yield "an in-place layer", RuntimeError, lambda call: call(nn.ReLU(inplace=True), x * 1)
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
+        x, runs = draw.randn(5, device=device, requires_grad=True), []
+        inside = {"list": [x], "tuple": (1, x), "dict": {"x": x}}
+        inside |= {"list of dicts": [{"x": x}], "list, of data": [x.detach()]}
+        for name, hidden in inside.items():
+            when, kind = f"for a tensor in a {name}", type(hidden).__name__
+            call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, hidden)
+            check_raises(call, TypeError, mentions=[kind], when=f"{when} that is given")
+            for result in ((hidden,) if isinstance(hidden, tuple) else hidden, (x, 1, hidden)):
+                call = partial(answer.checkpoint, lambda a, result=result: result, x)
+                check_raises(call, TypeError, mentions=[kind], when=f"{when} that is returned")
+        cause = "arguments are looked at after the first run"
+        check_equal(len(runs), 0, "runs of a function that is refused its arguments", cause=cause)
 
 
-_pairs = "gradients are handed to other outputs or arguments than theirs, or outputs lose theirs"
-_random = "the second run draws other random numbers than the first"
-_autocast = "the second run does not have the autocast of the first: on or off, and its dtype"
+ARGUMENTS = ("the input", "a tensor without gradient", "indices", "complex numbers", "a view of it")

@@ -1,302 +1,224 @@
-"""The schedule with the fewest steps, counted three ways, and run for real."""
+"""The schedule with the fewest steps, counted, and run for real."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import math
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.checks import check_equal, check_raises
+from kit.laws.scenarios import scenarios
 from kit.laws.toys import mlp
-from kit.memory.ruler import measure
-from specs.segment_checkpointing.common import (
+from specs.segment_checkpointing.worlds import (
     big_chain,
-    big_input,
+    bytes_left,
+    cause_of,
     chain,
-    check_random,
-    check_same,
+    check_bytes,
+    data,
+    leaf,
     loss_of,
-    named,
+    observe,
     peak_of,
     plain,
-    plain_peak,
-    run,
-    train,
-    zero_grads,
-)
-from specs.segment_checkpointing.schedule import (
-    PUBLISHED,
-    cheapest,
-    closed_form,
-    snapshots_needed,
 )
 
+# (layers, snapshots): extra steps. Griewank and Walther, Algorithm 799: revolve, and the ends.
+PUBLISHED = {(10, 1): 45, (10, 2): 20, (10, 3): 15, (10, 4): 14, (24, 3): 61, (100, 5): 316}
+PUBLISHED |= {(100, 10): 222, (10, 10): 9, (10, 25): 9, (1, 1): 0, (1, 4): 0}
+PUBLISHED |= {(100, 1): 4950, (100, 100): 99}
+
 # Layers and snapshots: one of each, too few, as many as needed, and more than there are layers.
-RUNS = pytest.mark.parametrize(
-    ("count", "snapshots"),
-    [(1, 1), (1, 3), (2, 1), (2, 2), (10, 1), (10, 2), (10, 3), (10, 4), (24, 3), (7, 6), (7, 20)],
-)
+RUNS = [(1, 1), (1, 3), (2, 1), (2, 2), *((10, s) for s in (1, 2, 3, 4)), (24, 3), (7, 6), (7, 20)]
+
+
+def closed_form(layers, snapshots):
+    """r * layers - C(snapshots + r, snapshots + 1), with the least r such that layers are no more
+    than C(snapshots + r, r)."""
+    r = 0
+    while math.comb(snapshots + r, r) < layers:
+        r += 1
+    return r * layers - math.comb(snapshots + r, snapshots + 1)
+
+
+@scenarios("fewest_extra_steps")
+def counts(answer, device, name, layers, snapshots, want):
+    return answer.fewest_extra_steps(layers, snapshots), want
+
+
+def plain_backward(layers, x, loss_fn, snapshots):
+    loss = loss_fn(plain(layers, x))
+    loss.backward()
+    return loss
+
+
+@scenarios("the plain step", cause_of)
+def as_plain_backward(answer, device, name, layers, x, snapshots, loss_fn=loss_of, before=None):
+
+    def step(call):
+        return call(layers, before(x) if before else x, loss_fn, snapshots).detach()
+
+    calls = (plain_backward, answer.backward_with_snapshots)
+    want, got = (observe(call, step, device) for call in calls)
+    return got, want
+
+
+@scenarios("runs of layers and of the loss")
+def runs(answer, device, name, count, snapshots):
+    (layers, log), losses = chain(count, device), []
+    x = draw.randn(3, 5, device=device, requires_grad=True)
+    loss_fn = lambda out: losses.append(1) or loss_of(out)  # noqa: E731
+    answer.backward_with_snapshots(layers, x, loss_fn, snapshots)
+    return [len(log), len(losses)], [count + closed_form(count, snapshots), 1]
+
+
+class WithHead(nn.Linear):
+    """A loss with parameters, that draws."""
+
+    def forward(self, out):
+        return loss_of(F.dropout(super().forward(out), 0.5))
 
 
 class TestPart4Snapshots:
-    subject = "backward_with_snapshots"
-
-    @pytest.mark.works
-    @pytest.mark.parametrize(("count", "snapshots"), PUBLISHED)
-    def test_counts_the_published_steps(self, answer, count, snapshots):
+    @pytest.mark.works("fewest_extra_steps", "steps")
+    @counts("a layer is counted that need not run, or its one run with a graph")
+    def test_counts_the_published_steps(self):
         """Griewank and Walther, Algorithm 799 (revolve)."""
-        got = answer.fewest_extra_steps(count, snapshots)
-        want = PUBLISHED[count, snapshots]
-        cause = "snapshots are spread evenly, or the place of one that is done is not used again"
-        if got == want + count:
-            cause = "the forward with a graph that each layer has is counted too"
-        elif got == want + 1 or got == want + count - 1:
-            cause = "a layer is counted that need not run besides: the last one's input is enough"
-        check_equal(got, want, f"fewest_extra_steps({count}, {snapshots})", cause=cause)
+        for (layers, snapshots), want in PUBLISHED.items():
+            yield f"{layers} layers, {snapshots} snapshots", layers, snapshots, want
 
-    @pytest.mark.works
-    @RUNS
-    def test_gives_the_plain_loss_and_gradients_to_the_bit(self, answer, device, count, snapshots):
-        """With dropout."""
-        layers, _ = chain(count, device)
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-        leaves = {"x": x, **named(layers)}
-        want = train(lambda: loss_of(plain(layers, x)), leaves)
-        got = run(lambda: answer.backward_with_snapshots(layers, x, loss_of, snapshots), leaves)
-        check_same(got, want, cause=_values)
-        check_equal(got.loss.dim(), 0, "dimensions of the loss", cause="it is a scalar")
-        loss = answer.backward_with_snapshots(layers, x, loss_of, snapshots)
+    @pytest.mark.works("backward_with_snapshots", "gradients")
+    @as_plain_backward("a layer's second run has another input than its first")
+    def test_gives_the_plain_loss_and_gradients_to_the_bit(self):
+        x = leaf(13, 5)
+        for count, snapshots in RUNS:
+            layers = chain(count, x.device, dropout=0.0)[0]
+            yield f"{count} layers, {snapshots} snapshots", layers, x, snapshots
+
+    @pytest.mark.works("backward_with_snapshots", "Returns")
+    def test_returns_the_loss_without_its_graph(self, answer, device):
+        layers, x = chain(5, device, dropout=0.0)[0], draw.randn(13, 5, device=device)
+        loss = answer.backward_with_snapshots(layers, x, loss_of, 2)
+        check_equal(loss.detach(), loss_of(plain(layers, x)).detach(), "loss", cause="another loss")
         cause = "the loss is returned with its graph, which keeps the last layer's activations"
         check_equal(loss.requires_grad, False, "requires_grad of the loss", cause=cause)
 
-    @pytest.mark.exact
-    def test_no_sequence_of_actions_is_shorter(self, answer):
-        """Advance, keep, give up, backward: all sequences are searched, 1 to 6 layers."""
-        for count in range(1, 7):
-            for snapshots in range(1, 5):
-                got = answer.fewest_extra_steps(count, snapshots)
-                want = cheapest(count, snapshots)
-                cause = "a shorter schedule exists" if got > want else "no schedule is so short"
-                check_equal(got, want, f"fewest_extra_steps({count}, {snapshots})", cause=cause)
-
-    @pytest.mark.exact
-    def test_agrees_with_the_closed_form(self, answer):
+    @pytest.mark.exact("fewest_extra_steps", "snapshots")
+    @counts("snapshots are spread evenly, or the place of one that is done is not used again")
+    def test_agrees_with_the_closed_form(self):
         """r * l - C(s + r, s + 1), with the least r such that C(s + r, s) >= l."""
-        for count in (2, 3, 5, 8, 13, 20, 21, 22, 34, 55, 56, 57):
+        for layers in (2, 3, 4, 5, 6, 8, 13, 20, 21, 22, 34, 55, 56, 57):
             for snapshots in (1, 2, 3, 4, 5, 6, 9, 60):
-                got = answer.fewest_extra_steps(count, snapshots)
-                want = closed_form(count, snapshots)
-                what = f"fewest_extra_steps({count}, {snapshots})"
-                check_equal(got, want, what, cause="the best split is not looked for everywhere")
+                want = closed_form(layers, snapshots)
+                yield f"{layers} layers, {snapshots} snapshots", layers, snapshots, want
 
-    @pytest.mark.exact
-    @RUNS
-    def test_runs_as_many_layers_as_it_says_and_the_loss_once(
-        self, answer, device, count, snapshots
-    ):
-        """Runs in all: layers + fewest_extra_steps."""
-        layers, log = chain(count, device)
-        x, losses = draw.randn(3, 5, device=device, requires_grad=True), []
+    @pytest.mark.exact("backward_with_snapshots", "random state")
+    @as_plain_backward("a run draws others than the first, or the stream goes on from elsewhere")
+    def test_random_numbers_are_as_after_one_sweep(self):
+        x = leaf(13, 5)
+        for count, snapshots in RUNS:
+            layers = chain(count, x.device)[0]
+            yield f"{count} layers, {snapshots} snapshots", layers, x, snapshots
+        yield "a loss that draws", layers, x, 2, WithHead(5, 3)
+        yield "eval mode", chain(6, x.device)[0].eval(), x, 2
 
-        def loss_fn(out: Tensor) -> Tensor:
-            losses.append(1)
-            return loss_of(out)
-
-        answer.backward_with_snapshots(layers, x, loss_fn, snapshots)
-        want = count + closed_form(count, snapshots)
-        cause = (
-            "the schedule that is run is not the one that is counted, or a layer runs without a "
-            "graph right before it runs with one"
+    @pytest.mark.exact("backward_with_snapshots", "gradients")
+    @as_plain_backward("the gradient does not get to, or past, a layer, the loss or the input")
+    def test_gradients_reach_whatever_there_is(self):
+        x, before = data(13, 5), nn.Linear(5, 5)
+        for frozen in (0, 1, 3, 5):
+            layers = chain(6, x.device)[0]
+            layers[:frozen].requires_grad_(False)
+            yield f"data, {frozen} frozen layers", layers, x, 2
+            yield f"data from another layer, {frozen} frozen", layers, x, 2, loss_of, before
+        words = chain(6, x.device)[0]
+        words[0] = nn.Embedding(17, 5)
+        yield "indices", words, torch.arange(13), 2
+        yield (
+            "float64",
+            chain(5, x.device)[0].double(),
+            leaf(13, 5, dtype=torch.float64),
+            2,
+            torch.mean,
         )
-        if len(log) < want:
-            cause = (
-                "no schedule is so short: more inputs are kept than `snapshots`, or x is not one"
-            )
-        check_equal(len(log), want, "runs of layers", cause=cause)
-        cause = "the loss is computed again when its layer is"
-        check_equal(len(losses), 1, "calls of loss_fn", cause=cause)
+        yield "unequal widths", mlp(5, 9, 2, 7, device=x.device), x, 2
+        yield "a loss with parameters", chain(5, x.device)[0], x, 2, WithHead(5, 3)
+        layers = [*chain(5, x.device)[0]]
+        layers[3] = layers[1]
+        for n, kind in enumerate((list, tuple, nn.ModuleList, lambda ls: nn.Sequential(*ls)), 1):
+            yield f"a layer twice, {n} snapshots", kind(layers), leaf(13, 5), n
+        layers = chain(5, x.device)[0]
+        earlier = lambda x: (plain(layers, x).sum().backward(), x)[1]  # noqa: E731
+        yield "gradients from before", layers, x, 2, loss_of, earlier
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("snapshots", [1, 3, 9])
-    def test_the_random_stream_goes_on_as_if_each_layer_ran_once(self, answer, device, snapshots):
-        """The loss draws random numbers too."""
-        layers, _ = chain(8, device)
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-        leaves = {"x": x, **named(layers)}
+    @pytest.mark.exact("backward_with_snapshots", "runs")
+    @runs("another schedule is run than is counted, or the loss is computed again")
+    def test_runs_as_many_layers_as_it_says_and_the_loss_once(self):
+        for count, snapshots in RUNS:
+            yield f"{count} layers, {snapshots} snapshots", count, snapshots
 
-        def loss_fn(out: Tensor) -> Tensor:
-            return loss_of(torch.nn.functional.dropout(out, 0.5))
-
-        want = train(lambda: loss_fn(plain(layers, x)), leaves)
-        got = run(lambda: answer.backward_with_snapshots(layers, x, loss_fn, snapshots), leaves)
-        check_same(got, want, cause=_values)
-        cause = "the state after the last run of some layer stays, or that from before the loss"
-        check_random(got, want, cause=cause)
-
-    @pytest.mark.exact
-    def test_sweeping_adds_to_the_gradients_that_are_there(self, answer, device):
-        layers, _ = chain(5, device)
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-        leaves = {"x": x, **named(layers)}
-
-        def after_another(step: Callable[[], Tensor]) -> Tensor:
-            plain(layers, x).sum().backward()
-            return step()
-
-        def plainly() -> Tensor:
-            loss = loss_of(plain(layers, x))
-            loss.backward()
-            return loss
-
-        want = run(lambda: after_another(plainly), leaves)
-        got = run(
-            lambda: after_another(lambda: answer.backward_with_snapshots(layers, x, loss_of, 2)),
-            leaves,
-        )
-        cause = "gradients are set, not added to those of an earlier backward pass"
-        check_same(got, want, cause=cause)
-
-    @pytest.mark.exact
-    def test_the_loss_may_have_parameters(self, answer, device):
-        layers, _ = chain(5, device)
-        head, x = nn.Linear(5, 3).to(device), draw.randn(13, 5, device=device)
-
-        def loss_fn(out: Tensor) -> Tensor:
-            return loss_of(head(out))
-
-        leaves = named([*layers, head])
-        want = train(lambda: loss_fn(plain(layers, x)), leaves)
-        got = run(lambda: answer.backward_with_snapshots(layers, x, loss_fn, 2), leaves)
-        check_same(got, want, cause="only the layers' own parameters are asked for a gradient")
-
-    @pytest.mark.saves
-    @pytest.mark.parametrize(("count", "snapshots"), [(10, 2), (10, 4), (24, 3), (13, 1), (9, 12)])
-    def test_keeps_no_more_inputs_than_it_may(self, answer, device, count, snapshots):
-        """Read off the order in which the layers run: an input that its layer takes up again,
-        without the layer before having run just then, was kept in between."""
-        layers, log = chain(count, device)
-        x = draw.randn(3, 5, device=device, requires_grad=True)
-        answer.backward_with_snapshots(layers, x, loss_of, snapshots)
-        needed = snapshots_needed(log)
-        check(
-            needed <= snapshots,
-            expected=f"at most {snapshots} layer inputs kept at a time, x among them",
-            got=f"{needed} (layers ran in the order {', '.join(map(str, log))})",
-            cause="x is not counted, or a snapshot is placed before another is given up",
-        )
-
-    @pytest.mark.saves
+    @pytest.mark.saves("backward_with_snapshots", "peak")
     @pytest.mark.parametrize(("count", "snapshots"), [(10, 1), (10, 3), (24, 3), (24, 6)])
     def test_the_peak_is_the_snapshots_and_one_layer(
         self, answer, reference, device, count, snapshots
     ):
         """Bar: snapshots + 1 inputs (the one under way) + the plain peak of one layer."""
-        layers, x = big_chain(count, device), big_input(device)
-        known = zero_grads(layers, x)
+        layers, x = big_chain(count, device)
 
-        def peak(module: object) -> int:
-            return peak_of(
-                lambda: module.backward_with_snapshots(layers, x, loss_of, snapshots),
-                known,
-                device,
-            )
+        def peak(run, layers=layers):
+            step = partial(run, layers, x, loss_of, snapshots)
+            return peak_of(step, device, layers, x)
 
-        check_bar(
+        check_bytes(
             f"peak of {count} layers, snapshots = {snapshots}",
-            peak(answer),
-            (snapshots + 1) * x.nbytes + plain_peak(layers[:1], x),
-            plain=plain_peak(layers, x),
-            reference=peak(reference),
-            formula=f"{snapshots} + 1 inputs + one layer's plain peak",
-            cause="snapshots are not given up when they are done, or a graph spans several layers",
+            peak,
+            (answer.backward_with_snapshots, reference.backward_with_snapshots, plain_backward),
+            (snapshots + 1) * x.nbytes + peak(plain_backward, layers[:1]),
+            f"{snapshots} + 1 inputs + one layer's plain peak",
+            "snapshots are not given up when they are done, or a graph spans several layers",
         )
 
-    @pytest.mark.saves
+    @pytest.mark.saves("backward_with_snapshots", "freed")
     def test_the_sweep_leaves_nothing_behind(self, answer, reference, device):
         """Bar: 8 KiB. An input has 32 KiB or more."""
-        layers, x = big_chain(10, device), big_input(device)
-        known = zero_grads(layers, x)
-
-        def left(module: object) -> int:
-            step = partial(module.backward_with_snapshots, layers, x, loss_of, 3)
-            return measure(step, device, known=known).retained
-
-        check_bar(
-            "bytes after the sweep",
-            left(answer),
-            8192,
-            plain=plain_peak(layers, x),
-            reference=left(reference),
-            formula="8 KiB",
-            cause="an output or a snapshot is kept where it outlives the call",
+        layers, x = big_chain(10, device)
+        step = lambda call, kept: kept.append(call(layers, x, loss_of, 3))  # noqa: E731
+        calls = answer.backward_with_snapshots, reference.backward_with_snapshots
+        read, cause = (
+            bytes_left(step, device, layers, x),
+            "an output or a snapshot outlives the call",
         )
+        check_bytes("bytes after the sweep", read, calls, 8192, "8 KiB", cause)
 
-    @pytest.mark.survives
-    @pytest.mark.parametrize("kind", ["data", "indices", "from_another_layer", "unequal_widths"])
-    @pytest.mark.parametrize("frozen", [0, 2], ids=["all_trained", "two_frozen"])
-    def test_the_input_may_be_anything(self, answer, device, kind, frozen):
-        """No gradient required, integers, not a leaf, layers that widen and narrow; the first
-        layers frozen or not."""
-        layers, _ = chain(6, device)
-        before = nn.Linear(5, 5).to(device)
-        data = draw.randn(13, 5, device=device)
-        if kind == "indices":
-            layers[0] = nn.Embedding(17, 5).to(device)
-            data = draw.randint(17, (13,), device=device)
-        if kind == "unequal_widths":
-            layers = list(mlp(5, 9, 2, 7, device=device))
-        for layer in layers[:frozen]:
-            layer.requires_grad_(False)
+    @pytest.mark.survives("backward_with_snapshots", 1)
+    @as_plain_backward("some layers run in another dtype, or on a weight's copy without a graph")
+    def test_runs_under_the_callers_autocast(self):
+        x = leaf(13, 5)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast(x.device.type, dtype):
+                yield str(dtype), chain(6, x.device)[0], x, 2
 
-        def x() -> Tensor:
-            return before(data) if kind == "from_another_layer" else data
+    @pytest.mark.survives("backward_with_snapshots", 2)
+    @as_plain_backward("a call within a call for each snapshot: Python allows about 1,000")
+    def test_takes_1200_layers_with_as_many_snapshots(self):
+        yield "1,200 layers", [nn.Tanh()] * 1200, leaf(2, 3), 1200
 
-        leaves = {"data (which needs none)": data, **named([*layers, before])}
-        want = train(lambda: loss_of(plain(layers, x())), leaves)
-        got = run(lambda: answer.backward_with_snapshots(layers, x(), loss_of, 2), leaves)
-        cause = "the gradient does not get to, or past, the first layer"
-        check_same(got, want, cause=cause)
+    @pytest.mark.survives("fewest_extra_steps", "Raises")
+    @pytest.mark.parametrize("bad", [(0, 3), (-2, 3), (5, 0), (5, -1)])
+    def test_fewest_extra_steps_refuses_numbers_below_one(self, answer, bad):
+        call, when = partial(answer.fewest_extra_steps, *bad), f"for (layers, snapshots) = {bad}"
+        check_raises(call, ValueError, mentions=[min(bad)], when=when)
 
-    @pytest.mark.survives
-    def test_a_layer_may_stand_in_two_places(self, answer, device):
-        layers, _ = chain(5, device)
-        layers[3] = layers[1]
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-        leaves = {"x": x, **named(layers)}
-        want = train(lambda: loss_of(plain(layers, x)), leaves)
-        for sequence, snapshots in ((tuple(layers), 1), (nn.ModuleList(layers), 2)):
-            step = partial(answer.backward_with_snapshots, sequence, x, loss_of, snapshots)
-            got = run(step, leaves)
-            cause = "layers are known by what they are, not by where they stand"
-            check_same(got, want, cause=cause)
-
-    @pytest.mark.survives
-    def test_may_be_called_under_autocast(self, answer, device):
-        """To the bit of the plain run under the same autocast, backward included."""
-        layers, _ = chain(6, device)
-        x = draw.randn(13, 5, device=device, requires_grad=True)
-        leaves = {"x": x, **named(layers)}
-
-        def under_autocast(step: Callable[[], Tensor]) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16):
-                return step()
-
-        def plainly() -> Tensor:
-            loss = loss_of(plain(layers, x))
-            loss.backward()
-            return loss
-
-        def mine() -> Tensor:
-            return answer.backward_with_snapshots(layers, x, loss_of, 2)
-
-        want = run(lambda: under_autocast(plainly), leaves)
-        got = run(lambda: under_autocast(mine), leaves)
-        cause = "some layers run in another dtype, or on a copy of a weight that has no graph"
-        check_same(got, want, cause=cause)
-
-
-_values = "a layer's second run draws other random numbers, or has another input, than its first"
+    @pytest.mark.survives("backward_with_snapshots", "Raises")
+    @pytest.mark.parametrize("bad", [(0, 3), (5, 0), (5, -1), (1, 0)])
+    def test_refuses_no_layers_and_no_snapshots(self, answer, device, bad):
+        layers, log = chain(bad[0], device)
+        x = draw.randn(3, 5, device=device, requires_grad=True)
+        call = partial(answer.backward_with_snapshots, layers, x, loss_of, bad[1])
+        when = f"for (layers, snapshots) = {bad}"
+        check_raises(call, ValueError, mentions=[min(bad)], when=when)
+        cause = "the numbers are checked when layers have run already"
+        check_equal(log, [], "layers that ran", cause=cause)

@@ -1,0 +1,254 @@
+"""An answer and plain PyTorch in the same world, and what is seen of either.
+
+A world is a step, which calls what it is given and returns a loss; where that has a graph, backward
+runs afterwards. The gradients of all tensors and modules that the step uses are looked at.
+"""
+
+import inspect
+import random
+import sys
+from collections import Counter
+from functools import partial, reduce
+
+import torch
+from torch import Tensor, nn
+
+from kit.laws import draw
+from kit.laws.checks import SpecFailure, check_bar, check_equal, same
+from kit.laws.scenarios import scenarios
+from kit.laws.trace import Probe
+from kit.memory.ruler import measure
+
+
+class Layer(nn.Module):
+    """Linear, tanh, dropout: (rows, width) to the same shape. Notes in `log` each time it runs."""
+
+    def __init__(self, number, log, width, dropout):
+        super().__init__()
+        self.number, self.log, self.dropout = number, log, dropout
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        self.log.append(self.number)
+        return nn.functional.dropout(self.linear(x).tanh(), self.dropout, self.training)
+
+
+def chain(count, device, *, width=5, dropout=0.25):
+    """`count` layers, the same ones each time, and the list in which they note that they ran."""
+    draw.seed(11)
+    log = []
+    layers = [Layer(number, log, width, dropout) for number in range(count)]
+    return nn.ModuleList(layers).to(device), log
+
+
+def plain(layers, x):
+    return reduce(lambda value, layer: layer(value), layers, x)
+
+
+def plain_call(function, *args):
+    return function(*args)
+
+
+def loss_of(out):
+    """A scalar with a different gradient everywhere."""
+    out = torch.view_as_real(out) if out.is_complex() else out
+    return out.float().square().mean()
+
+
+def data(*shape, dtype=None):
+    """Drawn on the cpu, for the device of the spec."""
+    with torch.device("cpu"):
+        numbers = draw.randn(*shape, dtype=dtype)
+    return numbers.to(torch.get_default_device())
+
+
+def leaf(*shape, dtype=None):
+    return data(*shape, dtype=dtype).requires_grad_()
+
+
+def probed(*layers):
+    """Layers, the first of which is seen each time it runs; what follows it needs its result."""
+    return nn.Sequential(layers[0], Probe(), nn.Tanh(), *layers[1:])
+
+
+def used(step):
+    """The tensors and modules that a function, or one that it uses, has from around it."""
+    found = {}
+    todo, seen = [step], set()
+    while todo:
+        seen.add(function := todo.pop())
+        names, cells = function.__code__.co_freevars, function.__closure__ or ()
+        around = {name: c.cell_contents for name, c in zip(names, cells, strict=True)}
+        around |= {f"default {n}": value for n, value in enumerate(function.__defaults__ or ())}
+        lists = {n: v for n, v in around.items() if isinstance(v, (list, tuple))}
+        around |= {n: nn.ModuleList(v) for n, v in lists.items() if isinstance(v[0], nn.Module)}
+        found |= {n: v for n, v in around.items() if isinstance(v, (Tensor, nn.Module))}
+        todo += [v for v in around.values() if inspect.isfunction(v) and v not in seen]
+    return found
+
+
+def named(things):
+    """The tensors themselves, and the parameters of modules."""
+    modules = {name: thing for name, thing in things.items() if isinstance(thing, nn.Module)}
+    parts = {f"{name}.{n}": p for name, m in modules.items() for n, p in m.named_parameters()}
+    return {name: thing for name, thing in things.items() if name not in modules} | parts
+
+
+class Call:
+    """What a step calls: the checkpoint, or plain PyTorch in its place."""
+
+    def __init__(self, call):
+        self._call, self.results, self.notes = call, [], []
+
+    def __call__(self, *args):
+        result = self._call(*args)
+        self.results.append(described(result))
+        return result
+
+    def note(self, value):
+        """Something that a function has seen in the run that has a graph."""
+        if torch.is_grad_enabled():
+            self.notes.append(value)
+
+
+def described(result):
+    """A result by value: tensors as copies, and what they are."""
+    items = result if isinstance(result, tuple) else (result,)
+    tensors = {f"output {n}": t for n, t in enumerate(items) if isinstance(t, Tensor)}
+    return {
+        "type": type(result).__name__,
+        "items": [type(item).__name__ for item in items],
+        "what is no tensor": [item for item in items if not isinstance(item, Tensor)],
+        **{name: t.detach().clone() for name, t in tensors.items()},
+    }
+
+
+def observe(call, step, device, runs=1):
+    """One forward and backward pass, and what is seen of it. Gradients start at None.
+
+    Args:
+        runs: how often each forward pass is counted; 2 where all of them are to come twice.
+    """
+    things, noted = used(step), Call(call)
+    leaves = named(things)
+    modules = [thing for thing in things.values() if isinstance(thing, nn.Module)]
+    probes = [p for module in modules for p in module.modules() if isinstance(p, Probe)]
+    for each in leaves.values():
+        each.grad = None
+    for probe in probes:
+        probe.forwards, probe.backwards = [], []
+    draw.seed(29)
+    random.seed(29)
+    loss = step(noted)
+    results = {f"call {n}": result for n, result in enumerate(noted.results, 1)}
+    between = draw.next_random(device)
+    if loss.requires_grad and torch.is_grad_enabled():
+        loss_of(loss).backward()
+    return {
+        "results": results,
+        "loss": loss.detach(),
+        "the random numbers after the forward pass": between,
+        **{f"gradient of {name}": leaf.grad for name, leaf in leaves.items()},
+        "the random numbers after the backward pass": draw.next_random(device),
+        "random state of Python as before": random.getstate() == random.Random(29).getstate(),
+        "a graph under no_grad": loss.requires_grad and not torch.is_grad_enabled(),
+        "is_leaf": {name: leaf.is_leaf for name, leaf in leaves.items()},
+        "requires_grad": {name: leaf.requires_grad for name, leaf in leaves.items()},
+        "noted in the run with a graph": sorted({str(note) for note in noted.notes}),
+        "runs (shape, dtype, autocast, training)": Counter(
+            str(run) for probe in probes for run in probe.forwards * runs
+        ),
+        "backward (shape, autocast)": [run for probe in probes for run in probe.backwards],
+    }
+
+
+def cause_of(got, want):
+    """What a difference can only mean."""
+    other = next((name for name in want if not same(got[name], want[name])), "")
+    mine, true = got.get(other), want.get(other)
+    if other.startswith("gradient") and getattr(mine, "shape", 0) == getattr(true, "shape", 1):
+        there = ~mine.isnan()
+        if bool(there.all()) and bool(true.any()) and same(mine, 2 * true):
+            return "twice the gradient: the argument was not detached"
+        if not bool(there.all()) and same(mine[there], true[there]):
+            return "zeros stand in for a gradient that is not there: 0 times infinity is NaN"
+    return None
+
+
+def raised(step, kind):
+    """The name of the error, or what came instead."""
+    try:
+        step()
+    except (NotImplementedError, SpecFailure):
+        raise
+    except kind:
+        return kind.__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def check_not_torchs_own(step):
+    """Fail if a function of torch.utils.checkpoint runs in `step`."""
+    __tracebackhide__ = True
+    before, seen = sys.getprofile(), set()
+    sys.setprofile(lambda frame, *_: seen.add(frame.f_globals.get("__name__", "")))
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    runs, cause = "torch.utils.checkpoint" in seen, "the checkpoint is to be written here"
+    check_equal(runs, False, "whether a function of torch.utils.checkpoint runs", cause=cause)
+
+
+@scenarios("the plain step", cause_of)
+def as_plain(answer, device, name, step):
+    """A checkpoint, and the plain call in its place."""
+    want = observe(plain_call, step, device, runs=2 if torch.is_grad_enabled() else 1)
+    return observe(answer.checkpoint, step, device), want
+
+
+@scenarios("what comes of it")
+def refuses(answer, device, name, kind, step):
+    """A step that must end in an error of this kind."""
+    return raised(lambda: step(answer.checkpoint), kind), kind.__name__
+
+
+# Memory
+
+
+def zero_grads(*things):
+    """Put gradients in place, so that a peak is one of activations; returns what is known."""
+    for part in named({str(number): thing for number, thing in enumerate(things)}).values():
+        part.grad = torch.zeros_like(part) if part.requires_grad else None
+    return list(things)
+
+
+def check_bytes(title, read, calls, limit, formula, cause):
+    """What is read of the answer's call, beside that of the reference's and the plain one."""
+    __tracebackhide__ = True
+    mine, true, *plain = map(read, calls)
+    bytes_of = {"reference": true, "plain": plain[0] if plain else None}
+    check_bar(title, mine, limit, formula=formula, cause=cause, **bytes_of)
+
+
+def bytes_left(step, device, *known):
+    """What reads the bytes after a step with a call, which keeps what is put into a list."""
+
+    def read(call):
+        kept = []
+        return measure(partial(step, call, kept), device, known=known).retained
+
+    return read
+
+
+def peak_of(step, device, *known):
+    """Bytes above the baseline."""
+    return measure(step, device, known=known).above_baseline
+
+
+def big_chain(count, device):
+    """Layers, and an input so large that activations outweigh everything else; with gradients."""
+    rows, width = (4096, 128) if device.type == "cuda" else (256, 32)
+    layers = chain(count, device, width=width)[0]
+    return layers, zero_grads(layers, draw.randn(rows, width, device=device, requires_grad=True))[1]
