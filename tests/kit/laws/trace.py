@@ -100,6 +100,7 @@ class World:
     visits: Callable[[str], None] = lambda place: None  # hears of model, loss and step
     after: list[Callable[[World], None]] = field(default_factory=list)  # when all is there
     tags: set[str] = field(default_factory=set)  # what FREE asks for, such as "not finite"
+    notes: Trace = field(default_factory=dict)  # what else of this kata's is seen
 
     def ready(self, device: torch.device) -> World:
         """Move everything to the device, and make optimizer, scaler and schedule."""
@@ -199,7 +200,7 @@ def observe(
     }
     for number, step in enumerate(world.steps, 1):
         seen |= {f"{key} at step {number}": value for key, value in step.items()}
-    seen |= results(result) | world.now()
+    seen |= results(result) | world.notes | world.now()
     return seen | {"_world": world, "_error": error}
 
 
