@@ -1,23 +1,19 @@
 """Fully sharded data parallel: a rank holds a part of the model, and gathers a block to use it.
 
-Four parts: sharding block by block, mixed precision, the composition (activation checkpointing,
-the true norm, accumulation), and a model that is too large for any one rank, with its checkpoints.
-
-A *unit* is what is gathered and freed together. Every block is a unit: its parameters without those
-of a block inside it. What is in no block (embedding, head) is the root's unit; the model itself is
-the root and no block, whatever its class. A rank keeps a
-*shard* of every parameter, about 1/N of its rows on N ranks, and gathers a unit's whole parameters
-only while the unit runs.
+A *unit* is gathered and freed together: a block without the blocks inside it, or the root, the
+model, for what is in no block. A rank keeps a *shard* of each parameter: on N ranks 1/N of its
+rows, rounded up.
 
 All ranks of the mesh call these functions together, with the same arguments except for the data.
 
-Sources: Rajbhandari et al., ZeRO (arXiv 1910.02054); Zhao et al., PyTorch FSDP (arXiv 2304.11277);
-torch.distributed.fsdp.fully_shard; torch.distributed.checkpoint.
+Errors are ValueError unless it says otherwise, name the offending value, and are raised before
+anything is changed.
+
+Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -32,7 +28,7 @@ BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-# Part 1; `dtype` is part 2, `checkpoint` is part 3
+# Part 1; `dtype` is part 2
 
 
 def wrap(
@@ -47,56 +43,50 @@ def wrap(
 ) -> Optimizer:
     """Shard `model` in place with fully_shard, and make the optimizer of its shards.
 
-    Training computes what one process computes on the data of all ranks (each rank's loss being the
-    mean over as many samples). The names in the state dict stay as they are. On N ranks a rank
-    holds 1/N of the parameters, of their gradients and of the optimizer's state, but for padding:
-    the rows of each parameter (its first dimension) are dealt out in equal runs, rounded up.
+        values      training computes what one process does with the data of all ranks
+        units       each block is a unit, blocks inside blocks too, and then the root
+        state       a rank holds its shards, their gradients and optimizer state, nothing whole
+        calls       a step gathers each block for forward and again for backward, the root once,
+                    and reduces each unit's gradients once
+        gathered    at most two blocks are whole at a time, and the root's unit
+        kept        reshard_after_forward=False gathers each unit once, until backward is done
+        bfloat16    is what units gather and compute in, and what a block returns; gradients are
+                    reduced in float32, shards and what the model returns are float32
+        checkpoint  a block keeps its inputs only, and runs once more in backward; the calls stay
 
-    A step (one forward, in which every block runs once, and one backward) gathers every block
-    twice, once for each, and gives it back after each; at any moment no more than two blocks are
-    whole or on their way (and those that they are inside of), and the root's unit. The root's unit
-    is gathered once, and stays until its backward is done. The gradients of each unit are reduced
-    once. With `reshard_after_forward=False` every unit is gathered once, and the whole model stays
-    gathered from forward to backward. A forward under no_grad gathers every unit once, and leaves
-    none gathered, with either.
-
-    With `dtype=torch.bfloat16` (part 2) parameters are gathered, and all units compute, in
-    bfloat16, which is also what they pass on to each other; gradients are reduced in float32;
-    shards, their gradients and the optimizer's state are float32. Every unit casts the floating
-    tensors among its inputs itself, and those that the model returns are float32. Buffers stay as
-    they are.
-
-    With `checkpoint=True` (part 3) each block keeps only its inputs for backward and runs its
-    forward once more there. Gathers and reductions are no more than without. (For a model in which
-    no block is inside another.)
+        >>> optimizer = wrap(model, mesh, Block, torch.optim.AdamW, dtype=torch.bfloat16)
 
     Args:
-        model: whole and float32, on the mesh's device, the same values on every rank.
-        mesh: one-dimensional, over the ranks that share the model.
-        block_types: the classes of the blocks, a subclass being one too; inside the model there is
-            at least one of each.
+        model: whole and float32, on the mesh's device, the same on every rank.
+        mesh: one-dimensional.
+        block_types: the classes of the blocks; subclasses count, the model itself does not.
         make_optimizer: from parameters to an optimizer that holds them.
-        reshard_after_forward: whether a block is given back between forward and backward.
         dtype: torch.float32 or torch.bfloat16.
-        checkpoint: whether blocks recompute what is inside them.
 
     Raises:
-        ValueError: a mesh of another dimension, a class of which there is no block inside the
-            model, another dtype, a model that is sharded already or in part, a parameter that two
-            units share; names the value (of a parameter one of its names), and nothing has been
-            changed.
+        another mesh or dtype; a class without a block inside the model; a model that is sharded,
+        even in part; a parameter that two units share.
+
+    Details:
+        1. A forward under no_grad gathers each unit once and leaves none gathered, with any option.
+        2. Values, buffers, state dict names, requires_grad and train mode stay.
+        3. Frozen parameters are sharded too; a unit without gradients is not reduced.
+        4. Only the ranks of the mesh take part.
+        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
+        6. Checkpointed blocks may have dropout, take keywords, return tuples, and get inputs
+           without gradients.
     """
     raise NotImplementedError
 
 
-# Part 3
+# Part 3; sync="last" is part 4
 
 
 class StepResult(NamedTuple):
-    """What one step did; the same on every rank."""
+    """The same on every rank: plain float32 scalars, no DTensors, without a graph."""
 
-    loss: Tensor  # the mean over the samples of all ranks: float32 scalar, without a graph
-    grad_norm: Tensor  # 2-norm of the whole model's gradients before clipping: float32 scalar
+    loss: Tensor
+    grad_norm: Tensor
 
 
 def train_step(
@@ -108,136 +98,40 @@ def train_step(
     sync: Literal["each", "last"] = "each",
     max_norm: float | None = None,
 ) -> StepResult:
-    """One optimizer step on the mean loss over all samples of all ranks' micro-batches.
+    """One optimizer step on the mean loss over the samples of all ranks' micro-batches.
 
-    Ranks, and micro-batches, may have different numbers of samples; a sample counts once, wherever
-    it is and however large. Gradients from before do not count, and the step's (clipped) gradients
-    are still in place afterwards. After it the model can be trained in any other way, every
-    backward synchronised, also where `loss_fn` has raised on every rank. (With sync="last" FSDP may
-    then still hold what earlier micro-batches have summed up, and nothing public can drop that.)
+        loss       every sample counts once: ranks and micro-batches may have different numbers
+        gradients  of this step alone, clipped; they are still there afterwards
+        grad_norm  2-norm over all shards of all ranks, before clipping
+        max_norm   scales gradients by max_norm / grad_norm, if grad_norm is above
+        memory     a rank holds shards of gradients, and activations of one micro-batch at a time
 
-    Gradients are summed over micro-batches, and at any moment there are the activations of one.
-    With sync="each" every backward reduces them, and a rank holds its shards of them only. With
-    sync="last" only the last one does: a rank holds the whole gradients until then, and the number
-    of reductions does not grow with the number of micro-batches.
-
-    Both results are plain tensors (no DTensor). Apart from gathers and reductions of units, a rank
-    puts at most 64 bytes into a collective, and 4 more for each parameter of the model.
+        >>> result = train_step(model, [(x, y), (u, v)], mse, optimizer, max_norm=1.0)
 
     Args:
-        model: wrapped by `wrap`; from inputs to one output tensor (samples, ...).
-        micro_batches: this rank's pairs; every rank has the same number of them.
-        loss_fn: from an output and its targets to the mean over their samples, a scalar.
+        model: wrapped by `wrap`; from inputs to one output tensor.
+        micro_batches: this rank's pairs, as many as others have.
+        loss_fn: the mean over the samples.
         optimizer: what `wrap` has returned.
-        sync: when gradients are reduced.
-        max_norm: clip the gradients to this norm, of the whole model; None leaves them.
+        max_norm: None leaves the gradients, even infinite ones.
 
     Raises:
-        ValueError: another sync, a max_norm that is not positive (names it), a model that is not
-            wrapped. On every rank, if any rank has no micro-batch, another number of them than the
-            others, or one whose parts differ in length or are empty: no rank waits for one that has
-            raised. Names this rank's number of micro-batches. Nothing has been changed.
+        another sync, a max_norm that is not positive, a model that is not wrapped.
+
+    Details:
+        1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
+           gradients until then.
+        2. A sample counts once, however many tokens it has.
+        3. An error in loss_fn comes through and no step is made; later passes reduce as always.
+        4. Micro-batches are accumulated in float32 in bfloat16 training too.
+        5. Only the ranks of the model's mesh count.
+        6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
+           most 64 bytes, and 4 for each parameter.
+        7. If any rank has no micro-batch, another number of them than the others, or one that is
+           empty or has more inputs than targets or fewer, every rank raises, and names how many it
+           has itself.
     """
     raise NotImplementedError
 
 
-# Part 4
-
-
-def build(
-    make_model: Callable[[], nn.Module],
-    mesh: DeviceMesh,
-    block_types: BlockTypes,
-    init: Callable[[nn.Module], None],
-    make_optimizer: MakeOptimizer,
-    *,
-    reshard_after_forward: bool = True,
-    dtype: torch.dtype = torch.float32,
-    checkpoint: bool = False,
-) -> tuple[nn.Module, Optimizer]:
-    """A model that no rank could hold: made without memory, sharded, and given its first values.
-
-    The values are those of one process that calls `init` on every module of the model, in the order
-    of `model.modules()`, on any number of ranks. Random numbers are drawn from the default
-    generator as it stands, which is the same on every rank.
-
-    At no moment does a rank hold more than its shards, the buffers, and what two units have.
-
-    Args:
-        make_model: builds the model; called once, under the meta device.
-        init: sets every parameter and buffer of a module itself, in place, not those of its
-            children; what it leaves unset is undefined. A parameter that is tied is set by each of
-            its modules, and the last one counts.
-        mesh, block_types, make_optimizer, reshard_after_forward, dtype, checkpoint: as in `wrap`.
-
-    Returns:
-        The model on the mesh's device, as `wrap` leaves it, and its optimizer.
-
-    Raises:
-        ValueError: as `wrap`.
-    """
-    raise NotImplementedError
-
-
-def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save weights and optimizer state sharded: every rank writes its own part.
-
-    All ranks of the job call it, and return when all parts are written. A save that is interrupted,
-    or that fails on any rank, leaves every checkpoint from before as it was; a later one may be
-    given the same step. If a rank cannot write, every rank raises.
-
-    Args:
-        folder: of all checkpoints of a run; it is made where it is not there. Older ones stay.
-        model, optimizer: of `wrap` or `build`, on a mesh over all ranks.
-        step: how many steps the training has made; in these, every parameter that requires a
-            gradient has had one.
-
-    Raises:
-        ValueError: a step below 1, or not above that of the newest checkpoint in `folder`; names
-            it, and nothing has been changed.
-    """
-    raise NotImplementedError
-
-
-def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
-    """Load the newest checkpoint that was saved to its end, on any number of ranks.
-
-    Training goes on as if it had not been interrupted, whatever number of ranks has saved; each
-    rank reads its own part only. Gradients are dropped.
-
-    Args:
-        folder: as in `save`.
-        model, optimizer: of `wrap` or `build`, with the same classes as when they were saved; the
-            values that they have do not matter.
-
-    Returns:
-        The step that was given to `save`.
-
-    Raises:
-        ValueError: no checkpoint in `folder`; one of a model with other names or other shapes;
-            names the folder. The weights have not been changed.
-    """
-    raise NotImplementedError
-
-
-def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Save the weights as one file, for `torch.load` and the model as it is without `wrap`.
-
-    All ranks of the job call it, and return when the file is there; rank 0 writes it. Another rank
-    never holds more than its shards, one whole parameter, and what it is gathered in. The file is
-    complete or is not there: one from before is replaced at the end.
-    """
-    raise NotImplementedError
-
-
-def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Load weights from the file of `save_whole`, or of one process, into a model that is sharded.
-
-    Raises:
-        ValueError: names or shapes in the file that are not those of the model, or the other way
-            round; names one of them and the path. Nothing has been changed.
-    """
-    raise NotImplementedError
-
-
-# untouched stub a1308ad0401b
+# untouched stub 510340b3870a

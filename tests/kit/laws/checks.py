@@ -166,8 +166,13 @@ def check_raises(
     *,
     mentions: Sequence[object] = (),
     when: str,
+    cause: str = "this input is not checked",
 ) -> None:
-    """Fail unless `call` raises one of `errors` and the message holds every text in `mentions`."""
+    """Fail unless `call` raises one of `errors` and the message holds every text in `mentions`.
+
+    Args:
+        cause: why it may raise nothing.
+    """
     __tracebackhide__ = True
     kinds = errors if isinstance(errors, tuple) else (errors,)
     name = " or ".join(kind.__name__ for kind in kinds)
@@ -191,7 +196,7 @@ def check_raises(
                 cause="the message does not say which value was wrong",
             )
         return
-    fail(expected=expected, got="no error", cause="this input is not checked")
+    fail(expected=expected, got="no error", cause=cause)
 
 
 def check_bar(

@@ -59,7 +59,8 @@ def pack_error(error: BaseException, rank: int, answer: ModuleType) -> bytes:
     error = error.with_traceback((trace and trace.tb_next) or trace)  # without the frame of `run`
     _shorten(error)
     if isinstance(error, SpecFailure):
-        told = SpecFailure(error.expected, f"on rank {rank}: {error.got}", error.cause)
+        got = f"on rank {rank}: {error.got}"
+        told = SpecFailure(error.expected, got, error.cause, error.sure, error.clause)
         error = told.with_traceback(error.__traceback__)
     notes = [*getattr(error, "__notes__", []), f"on rank {rank}"]  # Python 3.10 has no add_note
     if not isinstance(error, SpecFailure):

@@ -1,27 +1,119 @@
-"""What a refused call of wrap leaves behind: nothing."""
+"""What wrap refuses, and what a refused call leaves behind: nothing."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from kit.laws.checks import check, check_equal, check_raises
 from kit.private_torch import forward_hooks
-from specs.fsdp_wrap.models import adamw
+from kit.ranks.toys import FEATURES, WIDTH, Block, Model, make
+from specs.fsdp_wrap.cases import adamw
+from specs.fsdp_wrap.shapes import Outer, nested
 
 
-def check_refused(
-    answer: Any,
-    model: nn.Module,
-    mesh: DeviceMesh,
-    block_types: Any,
-    words: list[str],
-    when: str,
-    dtype: torch.dtype = torch.float32,
-) -> None:
+class Bad(NamedTuple):
+    """A call that is refused: the words of its message, and what makes the model and the rest."""
+
+    words: list[str]
+    model: Callable[[Any, DeviceMesh], nn.Module] = lambda _, mesh: _two(mesh)
+    types: Any = Block
+    dtype: torch.dtype = torch.float32
+    mesh: tuple[int, ...] = (8,)
+
+
+def _two(mesh: DeviceMesh) -> Model:
+    return make(blocks=2).to(mesh.device_type)
+
+
+def _changed(change: Callable[[Model], None]) -> Any:
+    def model(answer: Any, mesh: DeviceMesh) -> nn.Module:
+        change(found := _two(mesh))
+        return found
+
+    return model
+
+
+def _between_blocks(model: Model) -> None:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+
+
+def _block_and_root(model: Model) -> None:
+    model.add_module("probe", nn.Linear(WIDTH, 3 * WIDTH + 1, bias=False))
+    model.probe.weight = model.blocks[0].up.weight
+
+
+def _a_module_of_two_blocks(model: Model) -> None:
+    model.blocks[1].norm = model.blocks[0].norm
+
+
+def _inner_and_outer(answer: Any, mesh: DeviceMesh) -> nn.Module:
+    model = nested()[0].to(mesh.device_type)
+    model[1].gate.bias = model[1].inner.down.bias
+    return model
+
+
+def _a_module_of_both(answer: Any, mesh: DeviceMesh) -> nn.Module:
+    model = nested()[0].to(mesh.device_type)
+    model[1].gate = model[1].inner.norm
+    return model
+
+
+def _sharded(answer: Any, mesh: DeviceMesh) -> nn.Module:
+    model = _two(mesh)
+    answer.wrap(model, mesh, Block, adamw, reshard_after_forward=False)
+    return model
+
+
+def _gathered(answer: Any, mesh: DeviceMesh) -> nn.Module:
+    """Between forward and backward the parameters of a unit that stays are whole."""
+    model = _sharded(answer, mesh)
+    model(torch.ones(2, FEATURES, device=mesh.device_type))
+    return model
+
+
+def _one_block(answer: Any, mesh: DeviceMesh) -> nn.Module:
+    model = _two(mesh)
+    fully_shard(model.blocks[1], mesh=mesh)
+    return model
+
+
+def _one_parameter(answer: Any, mesh: DeviceMesh) -> nn.Module:
+    model = _two(mesh)
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight, mesh, [Shard(0)]))
+    return model
+
+
+BOTH = (Block, Outer)
+UNITS = {
+    "an absent class": Bad(["Outer"], types=Outer),
+    "one absent class of two": Bad(["Outer"], types=BOTH),
+    "a class that only the root has": Bad(["Block"], lambda _, mesh: Block(5).to(mesh.device_type)),
+    "two blocks that share": Bad(["up.weight"], _changed(_between_blocks)),
+    "a block that shares with the root": Bad(["weight"], _changed(_block_and_root)),
+    "a module in two blocks": Bad(["norm."], _changed(_a_module_of_two_blocks)),
+    "a block that shares with the one inside": Bad(["bias"], _inner_and_outer, BOTH),
+    "a module in a block and the one inside": Bad(["1."], _a_module_of_both, BOTH),
+}
+OPTIONS = {
+    "a mesh of 8 by 1": Bad([], mesh=(8, 1)),
+    "a mesh of 2 by 4": Bad(["2"], mesh=(2, 4)),
+    "float16": Bad(["float16"], dtype=torch.float16),
+    "float64": Bad(["float64"], dtype=torch.float64),
+    "a model that is sharded": Bad([], _sharded),
+    "a model that is sharded and gathered": Bad([], _gathered),
+    "a model of which a block is sharded": Bad([], _one_block),
+    "a model of which a parameter is sharded": Bad([], _one_parameter),
+}
+
+
+def check_refused(answer: Any, mesh: DeviceMesh, what: str, bad: Bad) -> None:
     """Fail unless wrap raises ValueError, and has left the model as it was."""
     __tracebackhide__ = True
     made: list[object] = []
@@ -30,22 +122,23 @@ def check_refused(
         made.append(parameters)
         return adamw(parameters)
 
+    device, over = mesh.device_type, mesh
+    if len(bad.mesh) > 1:
+        over = init_device_mesh(device, bad.mesh, mesh_dim_names=("a", "b"))
+    model = bad.model(answer, mesh)  # no .to(): it would give back what is gathered
     before = _anatomy(model)
-    check_raises(
-        lambda: answer.wrap(model, mesh, block_types, make_optimizer, dtype=dtype),
-        ValueError,
-        mentions=words,
-        when=when,
-    )
-    changed = [name for name, what in _anatomy(model).items() if before.get(name) != what]
+    call = lambda: answer.wrap(model, over, bad.types, make_optimizer, dtype=bad.dtype)  # noqa: E731
+    unseen = f"{what} is not seen, or not on every path to a module, or too late"
+    check_raises(call, ValueError, mentions=bad.words, when=f"for {what}", cause=unseen)
+    changed = [name for name, found in _anatomy(model).items() if before.get(name) != found]
     check(
         not changed,
-        expected=f"a model as it was before the refused call, {when}",
+        expected=f"a model as it was before the refused call, for {what}",
         got=f"{', '.join(repr(name) for name in changed[:3])} changed",
         cause="units are made before all of them have been checked",
     )
     cause = "the optimizer is made before the check"
-    check_equal(len(made), 0, "calls of make_optimizer", cause=cause)
+    check_equal(len(made), 0, f"calls of make_optimizer, for {what}", cause=cause)
 
 
 def _anatomy(model: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from specs.fsdp_wrap.models import FEATURES, OUTPUTS, Block, make
+from kit.ranks.toys import FEATURES, OUTPUTS, Block, make
 
 Shape = tuple[nn.Module, Any]  # the model and its block_types
 
@@ -95,29 +95,6 @@ class Tall(nn.Module):
         return x + torch.relu(x @ self.up.T) @ self.down
 
 
-class Thin(Block):
-    """A block with one parameter."""
-
-    def __init__(self, width: int) -> None:
-        nn.Module.__init__(self)
-        self.up = nn.Linear(width, 2 * width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.up(x).unflatten(-1, (2, -1)).sum(-2)
-
-
-class Tiny(nn.Module):
-    """Two parameters: one in a block, one in the root. Files take as long as they have tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Thin(FEATURES)])
-        self.head = nn.Linear(FEATURES, OUTPUTS, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.blocks[0](inputs))
-
-
 class Weigh(nn.Module):
     """x * weight: the weight's gradient is the sum of x."""
 
@@ -188,11 +165,6 @@ class WatchedModel(nn.Module):
         return {"out": (out, out + more["shift"]), "places": places}
 
 
-def tiny(seed: int = 4) -> Tiny:
-    draw.seed(seed)
-    return Tiny()
-
-
 def nested() -> Shape:
     draw.seed(4)
     layers = [Outer(13), Deep(13)]
@@ -234,14 +206,25 @@ def root_of_the_class() -> Shape:
     return nn.Sequential(inner, nn.Linear(13, OUTPUTS)), nn.Sequential
 
 
+def made(**options: Any) -> Callable[[], Shape]:
+    """The small model of the kit with these options."""
+    return lambda: (make(**options), Block)
+
+
+def reader() -> Shape:
+    """From tokens (samples, length) to (samples, length, 3)."""
+    draw.seed(4)
+    return nn.Sequential(nn.Embedding(11, 13), Block(13), nn.Linear(13, OUTPUTS)), Block
+
+
 SHAPES: dict[str, Callable[[], Shape]] = {
-    "odd_sizes": lambda: (make(blocks=2), Block),
+    "odd sizes": made(blocks=2),
     "frozen": frozen,
-    "frozen_beginning": frozen_beginning,
-    "tied_in_the_root": lambda: (make(tied=True), Block),
+    "frozen beginning": frozen_beginning,
+    "tied in the root": made(tied=True),
     "nested": nested,
-    "only_blocks": only_blocks,
-    "a_block_twice": a_block_twice,
-    "keywords_and_tuples": talking,
-    "the_root_is_of_the_class": root_of_the_class,
+    "only blocks": only_blocks,
+    "a block twice": a_block_twice,
+    "keywords and tuples": talking,
+    "the root is of the class": root_of_the_class,
 }

@@ -11,24 +11,23 @@ import torch
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check
+from kit.laws.checks import check, check_bar
+from kit.laws.toys import Block as LargeBlock
+from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
 from kit.ranks.collectives import Collective, collectives
-from kit.ranks.simulated import simulated_world
-from specs.fsdp_wrap.models import (
-    FEATURES,
-    OUTPUTS,
-    Block,
-    adamw,
-    data,
-    make,
-    mse,
+from kit.ranks.shards import (
     part,
     rounded,
     shard_bytes,
     units,
+    whole_bytes,
 )
+from kit.ranks.simulated import simulated_world
+from kit.ranks.toys import FEATURES, OUTPUTS, Block, data, make
+from specs.fsdp_wrap.cases import adamw
+from specs.fsdp_wrap.plan import LargeModel, rehearse
 from specs.fsdp_wrap.shapes import Shape, Tall
 
 
@@ -137,7 +136,7 @@ def gathered_at_runs(answer: Any, device: torch.device) -> list[int]:
     seen: list[int] = []
     with simulated_world(8, device) as mesh, collectives() as calls:
         model, kinds = wide()
-        size = _parts(units(model)[0], 8)
+        size = _parts(units(model, Block)[0], 8)
         answer.wrap(model.to(device), mesh, kinds, adamw)
 
         def note(*_: Any) -> None:
@@ -201,6 +200,7 @@ def planned(
     ranks: int,
     gathers: int = 2,
     dtype: torch.dtype = torch.float32,
+    reductions: int = 1,
 ) -> Counter[Collective]:
     """The calls of a step. A rank sends its part of a unit to gather it, padding included, and its
     whole gradients to reduce them: ranks times as much. Frozen parameters have no gradients.
@@ -212,8 +212,8 @@ def planned(
             plan[Collective("all_gather", _parts(unit, ranks), dtype)] += times
         if trained := [p for p in unit if p.requires_grad]:
             numel = ranks * _parts(trained, ranks)
-            plan[Collective("reduce_scatter", numel, torch.float32)] += 1
-    return plan
+            plan[Collective("reduce_scatter", numel, torch.float32)] += reductions
+    return +plan
 
 
 def _parts(parameters: list[nn.Parameter], ranks: int) -> int:
@@ -225,6 +225,27 @@ def state_bytes(parameters: list[nn.Parameter], ranks: int) -> int:
     each parameter's count of steps, and one for the buffer.
     """
     return 4 * shard_bytes(parameters, ranks) + 512 * (len(parameters) + 1)
+
+
+def check_whole(
+    yours: Account,
+    theirs: Account | None,
+    blocks: list[int],
+    root: int,
+    where: str,
+    reshard: bool = True,
+) -> None:
+    """Fail if more is gathered at a time than two blocks and the root's unit."""
+    __tracebackhide__ = True
+    check_bar(
+        f"gathered parameters {where}",
+        yours.most["unsharded"],
+        (sum(sorted(blocks)[-2:]) if reshard else sum(blocks)) + root,
+        plain=sum(blocks) + root if reshard else None,
+        reference=theirs.most["unsharded"] if theirs else None,
+        formula="two blocks + the root's unit" if reshard else "the whole model",
+        cause="blocks are not given back after forward, or a unit is more than one block",
+    )
 
 
 def activations_of_tall() -> int:
@@ -242,3 +263,35 @@ def activations_of_wide(samples: int, itemsize: int) -> int:
     row, hidden = itemsize * samples * WIDE, itemsize * samples * (3 * WIDE + 1)
     block = 2 * rounded(row) + rounded(hidden) + 2 * rounded(4 * samples)
     return WIDE_BLOCKS * block + 2 * rounded(row) + 2 * rounded(hidden) + 6 * rounded(20 * samples)
+
+
+def billions(answer: Any) -> tuple[str, int, int, int]:
+    """Four billion parameters on 64 ranks: a title, the peak, its limit, and that of one process.
+
+    Few blocks, because a dry run takes as long as it has operations: 4 of 4.2 GB.
+    """
+    make_model = functools.partial(LargeModel, layers=4, width=10240, words=1000)
+    with torch.device("meta"):
+        model = make_model()
+    *blocks, root = (whole_bytes(unit, 64) for unit in units(model, LargeBlock))
+
+    def wrapped(model: nn.Module, over: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = answer.wrap(model, over, LargeBlock, adamw)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()  # it makes the state, as a step before would
+        return optimizer
+
+    peak = rehearse(wrapped, make_model, 64, (1, 256), steps=1)[0].peak
+    activations = _activations_of_billions(make_model)
+    plain, state = (4 * shard_bytes(model.parameters(), ranks) for ranks in (1, 64))
+    limit = 1.02 * (state + 5 * max(blocks) + root + activations)
+    numel = sum(p.numel() for p in model.parameters())
+    return f"peak on 64 ranks of {numel:,} parameters", peak, int(limit), plain + activations
+
+
+@functools.cache
+def _activations_of_billions(make_model: Any) -> int:
+    """Those of one process, whose optimizer has no state and makes no tensor."""
+    alone = lambda model, over: torch.optim.SGD(model.parameters(), foreach=False)  # noqa: E731
+    return rehearse(alone, make_model, 1, (1, 256), steps=1)[0].most["activations"]

@@ -2,37 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
-from torch import Tensor
 
-from kit.laws.checks import check, check_bar, check_close, check_equal
+from kit.laws.checks import check_bar, check_close, check_equal
+from kit.ranks.shards import units
 from kit.ranks.simulated import simulated_world
-from specs.fsdp_wrap import ranks_wrap
-from specs.fsdp_wrap.models import Block, adamw, make, units, weights
-from specs.fsdp_wrap.refused import check_refused
-from specs.fsdp_wrap.shapes import SHAPES, Watched, WatchedModel, frozen, nested
-from specs.fsdp_wrap.simulated import (
-    activations_of_wide,
-    books,
-    check_calls,
-    planned,
-    tall,
-    wide,
-)
+from kit.ranks.toys import Block, make
+from specs.fsdp_wrap import ranks as programs
+from specs.fsdp_wrap import simulated
+from specs.fsdp_wrap.cases import adamw
+from specs.fsdp_wrap.law import hold
+from specs.fsdp_wrap.shapes import SHAPES, Watched, WatchedModel, nested
+from specs.fsdp_wrap.simulated import books, check_calls, planned, wide
 
 BF16 = torch.bfloat16
 SAMPLES = 128  # so that activations are many times the 512 bytes that storages are rounded to
 
 
 class TestPart2Mixed:
-    subject = "wrap"
+    @pytest.mark.works("wrap", "bfloat16")
+    def test_trains_nearly_as_in_float32(self, answer, world):
+        """Within 5 %: bfloat16 has 8 bits, 1 / 256 in each number."""
+        cause = "bfloat16 alone costs less than 5 %: this is another computation"
+        hold(answer, world, "bfloat16", cause=cause)
 
-    @pytest.mark.works
+    @pytest.mark.exact("wrap", "bfloat16")
+    @pytest.mark.parametrize(
+        ("ranks", "shape"),
+        [(8, wide), (64, wide), (8, nested), (8, SHAPES["frozen"])],
+        ids=["8", "64", "nested", "frozen"],
+    )
+    def test_gathers_bfloat16_and_reduces_float32(self, answer, device, ranks, shape):
+        """As many calls as in float32; what is gathered has half the bytes."""
+        calls = books(answer, device, ranks, shape=shape, dtype=BF16).calls
+        want = planned(shape, ranks, dtype=BF16)
+        check_calls(calls, want, what=f"a step in bfloat16 on {ranks} ranks")
+
+    @pytest.mark.exact("wrap", "bfloat16")
+    def test_gradients_of_all_ranks_are_added_in_float32(self, answer, world):
+        """256 on one rank and 1 on the other: their mean of 128.5 has 9 bits, bfloat16 has 8."""
+        got = world.run(answer, programs.weigh, [256.0, 1.0], 0.0, 1)[0]["gradients"]
+        want = {name: torch.full((3,), 128.5) for name in got}
+        rounded = {name: torch.full((3,), 128.0) for name in got}
+        cause = "gradients are reduced in bfloat16, which rounds what the ranks add up to"
+        check_equal(
+            got, want, "mean gradient over the ranks", cause=cause, suspects={cause: rounded}
+        )
+
+    @pytest.mark.exact("wrap", "bfloat16")
+    def test_small_updates_add_up(self, answer, world):
+        """4 steps of 0.0001 each from 1: bfloat16 rounds each of them away."""
+        got = world.run(answer, programs.weigh, [1.0, 1.0], 1e-4, 4)[0]["weights"]
+        for name, weight in got.items():
+            cause = "shards are rounded to bfloat16, in which 1 - 0.0001 is 1"
+            check_close(weight, torch.full((3,), 0.9996), f"{name} after 4 steps", cause=cause)
+
+    @pytest.mark.exact("wrap", "bfloat16")
+    def test_shards_gradients_and_state_are_float32(self, answer, device):
+        with simulated_world(8, device) as mesh:
+            model = make().to(device)
+            optimizer = answer.wrap(model, mesh, Block, adamw, dtype=BF16)
+            model(torch.ones(2, 5, device=device)).sum().backward()
+            optimizer.step()
+            kinds = {
+                "shards": {p.dtype for p in model.parameters()},
+                "gradients": {p.grad.dtype for p in model.parameters()},
+                "optimizer state": {
+                    v.dtype for state in optimizer.state.values() for v in state.values()
+                },
+            }
+        for what, dtypes in kinds.items():
+            cause = "the model is in bfloat16 itself, so updates are rounded to 8 bits"
+            check_equal(dtypes, {torch.float32}, f"dtypes of {what}", cause=cause)
+
+    @pytest.mark.saves("wrap", "bfloat16")
+    def test_whole_blocks_and_activations_take_half_the_bytes(self, answer, reference, device):
+        """Parameters: half of what float32 gathers + a storage's 512 bytes for each.
+
+        Activations: 2 bytes a number in each of three blocks + one more block in backward, + 5 %.
+        """
+        plain = books(reference, device, 8, samples=SAMPLES).memory.most
+        yours, theirs = (
+            books(module, device, 8, samples=SAMPLES, dtype=BF16).memory.most
+            for module in (answer, reference)
+        )
+        *blocks, root = units(*wide())
+        check_bar(
+            "gathered parameters in bfloat16 on 8 ranks",
+            yours["unsharded"],
+            0.5 * plain["unsharded"] + 512 * (2 * len(blocks[0]) + len(root)),
+            plain=plain["unsharded"],
+            reference=theirs["unsharded"],
+            formula="half of float32 + 512 a parameter",
+            cause="parameters are gathered in float32",
+        )
+        check_bar(
+            f"activations in bfloat16 of {SAMPLES} samples",
+            yours["activations"],
+            1.05 * simulated.activations_of_wide(SAMPLES, 2),
+            plain=plain["activations"],
+            reference=theirs["activations"],
+            formula="1.05 x (what 4 blocks keep, 2 bytes a number, + one block in backward)",
+            cause="something between forward and backward is float32",
+        )
+
+    @pytest.mark.survives("wrap", 5)
     @pytest.mark.parametrize("given", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-    def test_units_compute_in_bfloat16_and_the_model_returns_float32(self, answer, device, given):
+    def test_units_cast_what_they_get_and_the_model_returns_float32(self, answer, device, given):
         """Integers above 256, as places are, have no value of their own in bfloat16. The second
         block gets what a float32 buffer has been multiplied into.
         """
@@ -52,146 +129,6 @@ class TestPart2Mixed:
         cause = "everything is cast, and not only what is floating"
         check_equal(got["places"].dtype, torch.int64, "dtype of returned integers", cause=cause)
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("shape", ["odd_sizes", "frozen", "nested", "only_blocks"])
-    def test_trains_nearly_as_in_float32(self, answer, world, shape):
-        """bfloat16 has 8 bits: 1 / 256 in each number. Of 150 seeds the worst comes to 2.7 %."""
-        got = world.run(answer, ranks_wrap.train, shape, BF16)
-        start, want = weights(SHAPES[shape]()[0]), ranks_wrap.alone(shape, len(got))
-        moved = {name: value - start[name] for name, value in want.weights.items()}
-        for rank, result in enumerate(got):
-            mine = {name: value - start[name] for name, value in result.weights.items()}
-            for what, off in (
-                ("gradients", _distance(result.gradients, want.gradients)),
-                ("movement of the weights", _distance(mine, moved)),
-            ):
-                check(
-                    off < 0.05,
-                    expected=f"{what} on rank {rank} within 5 % of float32's",
-                    got=f"{100 * off:.3g} % off",
-                    cause="bfloat16 alone costs less: this is another computation",
-                )
-        losses = [sum(step) / len(got) for step in zip(*(r.losses for r in got), strict=True)]
-        cause = "the loss is of other outputs, or they were rounded again"
-        check_close(Tensor(losses), Tensor(want.losses), "losses", cause=cause, rtol=0.02)
-
-    @pytest.mark.exact
-    @pytest.mark.parametrize(
-        ("ranks", "shape"),
-        [(8, wide), (64, wide), (8, nested), (8, frozen)],
-        ids=["8", "64", "nested", "frozen"],
-    )
-    def test_gathers_bfloat16_and_reduces_float32(self, answer, device, ranks, shape):
-        """As many calls as in float32; what is gathered has half the bytes."""
-        check_calls(
-            books(answer, device, ranks, shape=shape, dtype=BF16).calls,
-            planned(shape, ranks, dtype=BF16),
-            what=f"a step in bfloat16 on {ranks} ranks",
-        )
-
-    @pytest.mark.exact
-    def test_blocks_that_stay_are_gathered_once_in_bfloat16_too(self, answer, device):
-        check_calls(
-            books(answer, device, 8, shape=tall, dtype=BF16, reshard_after_forward=False).calls,
-            planned(tall, 8, gathers=1, dtype=BF16),
-            what="a step in bfloat16 with reshard_after_forward=False",
-        )
-
-    @pytest.mark.exact
-    def test_gradients_of_all_ranks_are_added_in_float32(self, answer, world):
-        """256 on one rank and 1 on the other: their mean of 128.5 has 9 bits, bfloat16 has 8."""
-        got = world.run(answer, ranks_wrap.weigh, [256.0, 1.0], 0.0, 1)[0]
-        for name, gradient in got.gradients.items():
-            cause = "gradients are reduced in bfloat16, which rounds what the ranks add up to"
-            want = torch.full((3,), 128.5)
-            check_equal(gradient, want, f"mean gradient of {name} over the ranks", cause=cause)
-
-    @pytest.mark.exact
-    def test_small_updates_add_up(self, answer, world):
-        """4 steps of 0.0001 each from 1: bfloat16 rounds each of them away."""
-        got = world.run(answer, ranks_wrap.weigh, [1.0, 1.0], 1e-4, 4)[0]
-        for name, weight in got.weights.items():
-            cause = "shards are rounded to bfloat16, in which 1 - 0.0001 is 1"
-            check_close(weight, torch.full((3,), 0.9996), f"{name} after 4 steps", cause=cause)
-
-    @pytest.mark.exact
-    def test_shards_gradients_and_state_are_float32(self, answer, device):
-        with simulated_world(8, device) as mesh:
-            model = make().to(device)
-            optimizer = answer.wrap(model, mesh, Block, adamw, dtype=BF16)
-            model(torch.ones(2, 5, device=device)).sum().backward()
-            optimizer.step()
-            held = {
-                "a shard": {p.dtype for p in model.parameters()},
-                "its gradient": {p.grad.dtype for p in model.parameters()},
-                "Adam's averages": {state["exp_avg"].dtype for state in optimizer.state.values()},
-            }
-        for what, dtypes in held.items():
-            cause = "the model is in bfloat16 itself, and not only what is gathered of it"
-            check_equal(dtypes, {torch.float32}, f"dtypes of {what}", cause=cause)
-
-    @pytest.mark.saves
-    def test_whole_blocks_take_half_the_bytes(self, answer, reference, device):
-        """Half of what this answer gathers in float32, + 512 bytes for each parameter of the two
-        blocks and the root's unit that may be whole, since storages are rounded up.
-        """
-        yours, plain, theirs = (
-            books(module, device, 8, **options).memory.most["unsharded"]
-            for module, options in (
-                (answer, {"dtype": BF16}),
-                (answer, {}),
-                (reference, {"dtype": BF16}),
-            )
-        )
-        *blocks, root = (len(unit) for unit in units(*wide()))
-        check_bar(
-            "gathered parameters in bfloat16 on 8 ranks",
-            yours,
-            plain / 2 + 512 * (2 * max(blocks) + root),
-            plain=plain,
-            reference=theirs,
-            formula="half of what is gathered in float32, which is plain, + what is rounded up",
-            cause="parameters are gathered in float32, and cast afterwards",
-        )
-
-    @pytest.mark.saves
-    def test_activations_take_half_the_bytes(self, answer, reference, device):
-        """What a block keeps, with 2 bytes a number: its input, tanh's result, and what
-        its norm returns; in backward as much as one block more.
-        """
-        yours, theirs, plain = (
-            books(module, device, 8, samples=SAMPLES, **options).memory.most["activations"]
-            for module, options in (
-                (answer, {"dtype": BF16}),
-                (reference, {"dtype": BF16}),
-                (reference, {}),
-            )
-        )
-        check_bar(
-            f"activations in bfloat16 of {SAMPLES} samples",
-            yours,
-            1.05 * activations_of_wide(SAMPLES, itemsize=2),
-            plain=plain,
-            reference=theirs,
-            formula="what 4 blocks keep, 2 bytes a number, + one block in backward, + 5 %",
-            cause="something between forward and backward is float32: norms, or blocks' inputs",
-        )
-
-    @pytest.mark.survives
-    def test_wrapping_in_bfloat16_loses_no_digit(self, answer, world):
-        world.run(answer, ranks_wrap.keeps_values, BF16)
-
-    @pytest.mark.survives
-    @pytest.mark.parametrize(
-        "dtype", [torch.float16, torch.float64, torch.int8], ids=["fp16", "fp64", "int8"]
-    )
-    def test_refuses_another_dtype(self, answer, device, dtype):
-        """float16 would need a loss scale, of which wrap knows nothing."""
-        with simulated_world(8, device) as mesh:
-            name = str(dtype).removeprefix("torch.")
-            model = make().to(device)
-            check_refused(answer, model, mesh, Block, [name], f"for {name}", dtype=dtype)
-
 
 CAUSES = {
     "input of a block": "inputs reach a unit as they come, instead of being cast; a block's may be "
@@ -204,11 +141,3 @@ CAUSES = {
     "weight in the root": "the root's unit has no policy, so embedding and head are in float32",
     "what the root computes": "the root's unit has no policy, so embedding and head are in float32",
 }
-
-
-def _distance(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> float:
-    """Of two vectors of all parameters, in parts of the second one's length."""
-    check_equal([*got], [*want], "names", cause="modules have new names")
-    pairs = [(got[name], true) for name, true in want.items() if true is not None]
-    off = torch.cat([(mine - true).flatten() for mine, true in pairs if mine is not None])
-    return (off.norm() / torch.cat([true.flatten() for _, true in pairs]).norm()).item()

@@ -3,57 +3,37 @@
 from __future__ import annotations
 
 import errno
-import os
-import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from specs.fsdp_wrap.files import load_file
-from specs.fsdp_wrap.ranks_checkpoint import different, loaded, small, state
-from specs.fsdp_wrap.ranks_step import move
-from specs.fsdp_wrap.trouble import before_each_write, no_room
+from specs.sharded_checkpoint.disk import (
+    Copies,
+    before_each_write,
+    different,
+    no_room,
+)
+from specs.sharded_checkpoint.models import (
+    move,
+    small,
+    state,
+)
+from specs.sharded_checkpoint.ranks import error_of, ordinary
 
 
-class Copies:
-    """What a kill at some moment would leave of a folder, each with when that is."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.made: list[tuple[str, Path]] = []
-
-    def take(self, when: str) -> Path:
-        path = self.folder.with_name(f"{self.folder.name}-{len(self.made)}-{dist.get_rank()}")
-        self.made.append((when, path))
-        for _ in range(100):  # until nobody has written while it was copied
-            with suppress(OSError):
-                shutil.rmtree(path, ignore_errors=True)
-                seen = _files(self.folder)
-                shutil.copytree(self.folder, path, symlinks=True)
-                if seen == _files(self.folder):
-                    break
-            time.sleep(0.01)
-        return path
-
-    def before_a_write(self, opened: str) -> None:
-        """As it is, and with the file opened: it is there, and empty."""
-        number = sum("before" in when for when, _ in self.made) + 1
-        self.take(f"killed before file operation {number}")
-        if opened:
-            file = os.path.relpath(opened, self.folder)
-            (self.take(f"killed when {Path(file).name} was just opened") / file).write_bytes(b"")
-
-
-def _files(folder: Path) -> dict[Path, Any]:
-    return {
-        path: (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
-        for path in folder.rglob("*")
-    }
+def loaded(answer: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The step and what `load` gives; in place of the step an error, where there is one."""
+    model, optimizer = small(seed=9)
+    try:
+        return ordinary(lambda: answer.load(folder, model, optimizer)), state(model, optimizer)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}", {}
 
 
 def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, list[str], Any]]:
@@ -61,8 +41,7 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, l
 
     From each copy what `load` gives; and what it gives after a save of step 3 and one of step 5.
     """
-    model, optimizer = small(answer)
-    move(model, optimizer)
+    model, optimizer = small()
     copies = Copies(folder / "run-\u00e9")
     answer.save(copies.folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
@@ -86,13 +65,12 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, l
 
 def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, Any]:
     """A save while one rank cannot write; then what `load` gives, before and after another save."""
-    model, optimizer = small(answer)
-    move(model, optimizer)
+    model, optimizer = small()
     answer.save(folder, model, optimizer, 1)
     saved = state(model, optimizer)
     move(model, optimizer)
     with no_room() if rank == full_on else nullcontext():
-        raised = _error_of(lambda: answer.save(folder, model, optimizer, 2))
+        raised = error_of(lambda: answer.save(folder, model, optimizer, 2))
     found: dict[str, Any] = {"raised": raised}
     if not all(_of_all(bool(raised))):
         return found
@@ -104,16 +82,6 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, A
     return found
 
 
-def _error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (NotImplementedError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # CheckpointException of torch is no Exception
-        return type(error).__name__
-    return ""
-
-
 def _of_all(flag: bool) -> list[bool]:
     flags: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(flags, flag)
@@ -122,8 +90,7 @@ def _of_all(flag: bool) -> list[bool]:
 
 def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
     """Saves of steps 1 and 2; and one of step 3, where rank 0 cannot do the last thing of all."""
-    model, optimizer = small(answer)
-    move(model, optimizer)
+    model, optimizer = small()
     answer.save(folder, model, optimizer, 1)
     seen: list[str] = []
     with before_each_write(folder, seen.append):
@@ -138,14 +105,14 @@ def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, "no space left on device")
 
     with before_each_write(folder, fail) if rank == 0 else nullcontext():
-        raised = _error_of(lambda: answer.save(folder, model, optimizer, 3))
+        raised = error_of(lambda: answer.save(folder, model, optimizer, 3))
     return {"raised": raised, "saved": {2: saved, 3: state(model, optimizer)}}
 
 
 def one_rank_goes_on(answer: Any, rank: int, folder: Path) -> list[tuple[Any, dict[str, Any]]]:
     """What `load` gives, and what it gives after the next save, whose state is the third."""
     before = loaded(answer, folder)
-    model, optimizer = small(answer, seed=9)
+    model, optimizer = small(seed=9)
     step = answer.load(folder, model, optimizer)
     move(model, optimizer)
     answer.save(folder, model, optimizer, step + 1)
@@ -157,8 +124,7 @@ def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> dict[str, Any]
 
     Copies of the folder: when it has waited, and as soon as the call returns on any rank.
     """
-    model, optimizer = small(answer)
-    move(model, optimizer)
+    model, optimizer = small()
     answer.save(folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
     move(model, optimizer)
@@ -190,16 +156,3 @@ def _contents(folder: Path) -> frozenset[tuple[str, bytes | None]]:
         (str(path.relative_to(folder)), path.read_bytes() if path.is_file() else None)
         for path in folder.rglob("*")
     )
-
-
-def killed_save_whole(answer: Any, rank: int, folder: Path) -> list[tuple[str, list[str]]]:
-    """One rank: the names in the file if save_whole were killed at an operation on a file."""
-    model, _ = small(answer)
-    copies = Copies(folder / "run-\u00e9")
-    copies.folder.mkdir()
-    path = copies.folder / "whole.pt"
-    torch.save({"from before": torch.ones(3)}, path)
-    with before_each_write(copies.folder, copies.before_a_write):
-        answer.save_whole(path, model)
-    copies.take("not killed")
-    return [(when, sorted(load_file(copy / path.name))) for when, copy in copies.made]

@@ -1,0 +1,157 @@
+"""Sharded checkpoints: build a model that no rank could hold, save it, and go on elsewhere.
+
+A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows of each parameter,
+rounded up. All ranks of the job call these functions together, with the same arguments.
+
+    together   an error on any rank raises on every rank; none is left waiting
+
+Errors are ValueError unless it says otherwise, name the offending value, and are raised before
+anything is changed.
+
+Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+# Part 1
+
+
+def build(
+    make_model: Callable[[], nn.Module],
+    mesh: DeviceMesh,
+    block_types: BlockTypes,
+    init: Callable[[nn.Module], None],
+    make_optimizer: MakeOptimizer,
+) -> tuple[nn.Module, Optimizer]:
+    """A model that no rank could hold: made without memory, sharded, and given its first values.
+
+        values     those of one process that calls `init` on each module, in the order of
+                   `model.modules()`: the same bits on any number of ranks
+        units      fully_shard has each block, inner ones too, and the model for the rest
+        optimizer  made of the shards
+        memory     a rank holds at most its shards, the buffers, and what two units have
+
+        >>> model, optimizer = build(GPT, mesh, Block, init, torch.optim.AdamW)
+
+    Args:
+        make_model: called once, under the meta device.
+        mesh: one-dimensional, over all ranks.
+        block_types: classes of the blocks; subclasses count.
+        init: sets the parameters and buffers of one module in place, not those of its children.
+        make_optimizer: called once, with the parameters.
+
+    Details:
+        1. `init` draws from the default generator, which stands the same on every rank, and
+           afterwards as in one process.
+        2. A tied parameter stays tied; each of its modules sets it, and the last one counts.
+        3. Train mode and requires_grad stay as make_model has left them.
+    """
+    raise NotImplementedError
+
+
+# Part 2; what a killed or failed save leaves is part 3
+
+
+def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Save a checkpoint of training, sharded: every rank writes its own part.
+
+        complete  when save returns on any rank, load finds the new checkpoint
+        older     checkpoints stay
+        memory    a rank takes at most its own part once more, and two whole parameters
+
+        >>> save("run", model, optimizer, step=100)
+
+    Args:
+        folder: of all checkpoints of a run; made if missing.
+        model: sharded over all ranks.
+        optimizer: has made a step.
+        step: how many steps training has made, from 1.
+
+    Raises:
+        a step below 1, or not above the newest checkpoint's.
+
+    Details:
+        1. A save that is killed at any moment leaves the checkpoint before it as the newest.
+        2. So does one that fails on any rank, such as on a full disk. It raises on every rank;
+           torch's CheckpointException, which is no Exception, will do.
+        3. Whatever such a save has left behind, any number of ranks can save its step again.
+    """
+    raise NotImplementedError
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
+    """Load the newest complete checkpoint, on any number of ranks.
+
+        goes on  training continues as if it had not stopped: weights, buffers, optimizer state and
+                 settings, such as learning rates, are those that were saved
+        drops    gradients
+        memory   a rank takes at most its own part once more, and two whole parameters
+
+        >>> step = load("run", model, optimizer)
+
+    Args:
+        folder: as in `save`.
+        model: sharded, of the class that was saved; its values do not matter.
+        optimizer: of the same class and groups; it may have no state yet.
+
+    Returns:
+        the step that was saved.
+
+    Raises:
+        no checkpoint in the folder, or one of a model with other names or shapes; names the
+        folder. The weights stay as they are.
+    """
+    raise NotImplementedError
+
+
+# Part 4
+
+
+def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Save the weights as one file, for `torch.load` and the model as it is without shards.
+
+        contents  the state dict of the model without shards: ordinary tensors on the cpu
+        returns   on every rank once the file is there; rank 0 writes it
+        memory    other ranks take no more than one whole parameter three times
+        whole     the file is complete or not there; one from before stays until then, if the
+                  save is killed, or fails and raises on every rank
+
+        >>> save_whole("model.pt", model)
+
+    Args:
+        path: of the file.
+        model: sharded.
+    """
+    raise NotImplementedError
+
+
+def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Load weights from the file of `save_whole`, or of one process, into a sharded model.
+
+        in place  the optimizer's parameters are the ones that are set
+
+        >>> load_whole("model.pt", model)
+
+    Args:
+        path: of the file.
+        model: sharded.
+
+    Raises:
+        names or shapes, of buffers too, that are not those of the model, or the other way round;
+        names one of them and the path.
+    """
+    raise NotImplementedError
+
+
+# untouched stub 553b1b00c552

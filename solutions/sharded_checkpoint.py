@@ -1,0 +1,279 @@
+"""Sharded checkpoints: build a model that no rank could hold, save it, and go on elsewhere.
+
+A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows of each parameter,
+rounded up. All ranks of the job call these functions together, with the same arguments.
+
+    together   an error on any rank raises on every rank; none is left waiting
+
+Errors are ValueError unless it says otherwise, name the offending value, and are raised before
+anything is changed.
+
+Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+_T = TypeVar("_T")
+
+
+# Part 1
+
+
+def build(
+    make_model: Callable[[], nn.Module],
+    mesh: DeviceMesh,
+    block_types: BlockTypes,
+    init: Callable[[nn.Module], None],
+    make_optimizer: MakeOptimizer,
+) -> tuple[nn.Module, Optimizer]:
+    """A model that no rank could hold: made without memory, sharded, and given its first values.
+
+        values     those of one process that calls `init` on each module, in the order of
+                   `model.modules()`: the same bits on any number of ranks
+        units      fully_shard has each block, inner ones too, and the model for the rest
+        optimizer  made of the shards
+        memory     a rank holds at most its shards, the buffers, and what two units have
+
+        >>> model, optimizer = build(GPT, mesh, Block, init, torch.optim.AdamW)
+
+    Args:
+        make_model: called once, under the meta device.
+        mesh: one-dimensional, over all ranks.
+        block_types: classes of the blocks; subclasses count.
+        init: sets the parameters and buffers of one module in place, not those of its children.
+        make_optimizer: called once, with the parameters.
+
+    Details:
+        1. `init` draws from the default generator, which stands the same on every rank, and
+           afterwards as in one process.
+        2. A tied parameter stays tied; each of its modules sets it, and the last one counts.
+        3. Train mode and requires_grad stay as make_model has left them.
+    """
+    with torch.device("meta"):
+        model = make_model()
+    # From the inside out: a call takes every parameter below it that no call before has taken.
+    for module in reversed(list(model.modules())):
+        if isinstance(module, block_types) or module is model:
+            fully_shard(module, mesh=mesh)
+    model.to_empty(device=mesh.device_type)
+    for module in model.modules():
+        _initialise(module, init)
+    # Last: the parameters that make_model has made are not the ones that train.
+    return model, make_optimizer(model.parameters())
+
+
+def _initialise(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
+    # Under every name: a module may have one parameter under two.
+    shards = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    wholes = {}
+    for name, shard in shards.items():
+        # Whole for as long as `init` runs. Drawing straight into the shards would give every rank
+        # the same numbers, and other ones than one process draws.
+        if shard not in wholes:
+            whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+            wholes[shard] = nn.Parameter(whole, shard.requires_grad)
+        setattr(module, name, wholes[shard])
+    init(module)
+    for name, shard in shards.items():
+        assert isinstance(shard, DTensor)
+        mine, whole = shard.to_local(), wholes[shard]
+        rows = -(-len(whole) // shard.device_mesh.size())  # rounded up: the last ranks have fewer
+        first = rows * shard.device_mesh.get_local_rank()
+        with torch.no_grad():
+            mine.copy_(whole[first : first + len(mine)])
+        setattr(module, name, shard)
+
+
+# Part 2; what a killed or failed save leaves is part 3
+
+
+def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Save a checkpoint of training, sharded: every rank writes its own part.
+
+        complete  when save returns on any rank, load finds the new checkpoint
+        older     checkpoints stay
+        memory    a rank takes at most its own part once more, and two whole parameters
+
+        >>> save("run", model, optimizer, step=100)
+
+    Args:
+        folder: of all checkpoints of a run; made if missing.
+        model: sharded over all ranks.
+        optimizer: has made a step.
+        step: how many steps training has made, from 1.
+
+    Raises:
+        a step below 1, or not above the newest checkpoint's.
+
+    Details:
+        1. A save that is killed at any moment leaves the checkpoint before it as the newest.
+        2. So does one that fails on any rank, such as on a full disk. It raises on every rank;
+           torch's CheckpointException, which is no Exception, will do.
+        3. Whatever such a save has left behind, any number of ranks can save its step again.
+    """
+
+    def check() -> None:
+        newest = _newest(folder)
+        if step < 1 or (newest is not None and step <= int(newest.name)):
+            raise ValueError(
+                f"step {step} is below 1, or not above {newest}, the newest checkpoint"
+            )
+
+    _together(check)
+    weights, state = get_state_dict(model, optimizer)
+    # A folder of its own, in which .metadata is written last: without it, it does not count.
+    dcp.save(  # type: ignore[attr-defined]
+        {"model": weights, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
+    )
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
+    """Load the newest complete checkpoint, on any number of ranks.
+
+        goes on  training continues as if it had not stopped: weights, buffers, optimizer state and
+                 settings, such as learning rates, are those that were saved
+        drops    gradients
+        memory   a rank takes at most its own part once more, and two whole parameters
+
+        >>> step = load("run", model, optimizer)
+
+    Args:
+        folder: as in `save`.
+        model: sharded, of the class that was saved; its values do not matter.
+        optimizer: of the same class and groups; it may have no state yet.
+
+    Returns:
+        the step that was saved.
+
+    Raises:
+        no checkpoint in the folder, or one of a model with other names or shapes; names the
+        folder. The weights stay as they are.
+    """
+
+    def find() -> Path:
+        newest = _newest(folder)
+        if newest is None:
+            raise ValueError(f"no checkpoint in {folder}")
+        saved = FileSystemReader(newest).read_metadata().state_dict_metadata
+        there = {n: getattr(e, "size", None) for n, e in saved.items() if n.startswith("model.")}
+        here = {f"model.{name}": w.shape for name, w in model.state_dict().items()}
+        _check_same_shapes(newest, there, here)
+        return newest
+
+    newest = _together(find)
+    # With gradients around, the optimizer's state would not be made, and so not be loaded either.
+    optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load(  # type: ignore[attr-defined]
+        {"model": weights, "optimizer": state}, checkpoint_id=newest
+    )
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return int(newest.name)
+
+
+def _newest(folder: str | os.PathLike[str]) -> Path | None:
+    """The last checkpoint that was saved to its end."""
+    done = [path.parent for path in Path(folder).glob("*/.metadata")]
+    return max(done, key=lambda path: int(path.name), default=None)
+
+
+def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]) -> None:
+    if other := sorted(n for n in {*there, *here} if there.get(n) != here.get(n)):
+        raise ValueError(f"{path} is of another model: {other[0]} and {len(other) - 1} more differ")
+
+
+def _together(action: Callable[[], _T]) -> _T:
+    """What `action` returns; if it has failed on any rank, every rank raises."""
+    result, error = [], None
+    try:
+        result.append(action())
+    except Exception as caught:
+        error = caught
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if any(errors):
+        raise RuntimeError(f"another rank has failed: {next(filter(None, errors))}")
+    return result[0]
+
+
+# Part 4
+
+
+def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Save the weights as one file, for `torch.load` and the model as it is without shards.
+
+        contents  the state dict of the model without shards: ordinary tensors on the cpu
+        returns   on every rank once the file is there; rank 0 writes it
+        memory    other ranks take no more than one whole parameter three times
+        whole     the file is complete or not there; one from before stays until then, if the
+                  save is killed, or fails and raises on every rank
+
+        >>> save_whole("model.pt", model)
+
+    Args:
+        path: of the file.
+        model: sharded.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    # It gathers one parameter after another, so every rank takes part; only rank 0 gets the result.
+    weights = get_model_state_dict(model, options=options)
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            partial = Path(f"{os.fspath(path)}.partial")
+            torch.save(weights, partial)
+            os.replace(partial, path)
+
+    _together(write)
+
+
+def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Load weights from the file of `save_whole`, or of one process, into a sharded model.
+
+        in place  the optimizer's parameters are the ones that are set
+
+        >>> load_whole("model.pt", model)
+
+    Args:
+        path: of the file.
+        model: sharded.
+
+    Raises:
+        names or shapes, of buffers too, that are not those of the model, or the other way round;
+        names one of them and the path.
+    """
+
+    def read() -> dict[str, Any]:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        there = {name: weight.shape for name, weight in found.items()}
+        _check_same_shapes(path, there, {n: w.shape for n, w in model.state_dict().items()})
+        return found
+
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, _together(read), options=options)

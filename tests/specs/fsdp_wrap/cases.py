@@ -1,0 +1,174 @@
+"""What is trained: models, options and scripts, each in the group of one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from specs.fsdp_wrap.shapes import SHAPES, Shape, made, reader
+
+# For each rank the samples of its micro-batches.
+Plan = Sequence[Sequence[int]]
+
+# Of steps one after another: unequal over ranks, micro-batches and steps, in number too.
+PLANS: dict[int, list[Plan]] = {
+    1: [[[3, 2, 4]], [[5]], [[1, 1]]],
+    2: [[[3, 2], [1, 6]], [[4], [1]], [[1, 5, 2], [2, 1, 3]]],
+    4: [[[3], [1], [2], [5]], [[2, 1], [1, 4], [3, 3], [1, 2]], [[1], [2], [1], [1]]],
+}
+# The same number of samples on every rank, as a mean over ranks wants them.
+EQUAL: Plan = [[3]] * 4
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Unlike Adam it shows a gradient that is wrong by a factor."""
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
+class Still(torch.optim.SGD):
+    """Moves nothing."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def in_groups(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Two groups of parameters; the vectors have a learning rate of their own."""
+    every = [*parameters]
+    optimizer = momentum([p for p in every if p.ndim > 1])
+    optimizer.add_param_group({"params": [p for p in every if p.ndim == 1], "lr": 5e-3})
+    return optimizer
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """All shards in one operation, as it takes DTensor milliseconds to think about each; and what
+    is no shard in another.
+    """
+    kinds: dict[type, list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault(type(p), []).append(p)
+    groups = [{"params": found} for found in kinds.values()]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: `script` is what happens, one thing after another.
+
+    plain      zero_grad, forward, backward and step by hand, with equal samples on every rank
+    step       train_step
+    evaluate   a forward under no_grad, and one more between the next backward and its step
+    stale      gradients of 1000 are there
+    fails      train_step where loss_fn raises, `error` in the micro-batch number `at`
+    """
+
+    shape: Callable[[], Shape] = SHAPES["odd sizes"]
+    wrap: Mapping[str, Any] = field(default_factory=dict)
+    step: Mapping[str, Any] = field(default_factory=dict)
+    script: Sequence[str] = ("plain", "plain")
+    make_optimizer: Callable[..., Optimizer] = momentum
+    half: bool = False  # a mesh has half of the ranks: two models train side by side
+    train: bool = True
+    lengths: bool = False  # samples differ in length
+    error: type[BaseException] = ArithmeticError
+    at: int = 1
+    infinite: bool = False  # backward gives head.bias an infinite gradient
+
+
+BF16, KEPT, CHECKPOINT = (
+    {"dtype": torch.bfloat16},
+    {"reshard_after_forward": False},
+    {"checkpoint": True},
+)
+STEP, STEPS, LAST = ("step",), ("step", "step", "step"), {"sync": "last"}
+DROP = made(blocks=2, drop=0.4)
+CLIP = {"max_norm": 0.2}  # far below every norm
+EVALUATE = ("evaluate", "plain") * 2 + ("evaluate",)
+FAILS = ("stale", "fails")
+
+GROUPS: dict[str, dict[str, Case]] = {
+    "values": {"a model of odd sizes": Case(), "kept": Case(wrap=KEPT)},
+    "shapes": {name: Case(shape) for name, shape in [*SHAPES.items()][1:]},
+    "meshes": {"meshes of half of the ranks": Case(half=True)},
+    "meshes of steps": {"meshes of half of the ranks": Case(half=True, script=STEPS[:2])},
+    "evaluation": {
+        name: Case(DROP, wrap, script=EVALUATE, train=False)
+        for name, wrap in {
+            "given back": {},
+            "kept": KEPT,
+            "bfloat16": BF16,
+            "checkpoint": CHECKPOINT,
+            "kept bfloat16": KEPT | BF16,
+        }.items()
+    },
+    "bfloat16": {
+        name: Case(SHAPES[name], BF16) for name in ("odd sizes", "frozen", "nested", "only blocks")
+    }
+    | {"kept": Case(wrap=KEPT | BF16), "checkpoint": Case(DROP, CHECKPOINT | BF16)},
+    "one step": {"one step": Case(script=STEP)},
+    "steps": {"three steps": Case(script=STEPS), "Adam": Case(script=STEPS, make_optimizer=adamw)},
+    "gradients": {
+        "stale gradients": Case(script=("stale", "step")),
+        "two groups": Case(script=("stale", "step", "step"), make_optimizer=in_groups),
+        "a plain step after it": Case(script=("step", "plain")),
+    },
+    "norm": {
+        "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
+        "tied": Case(SHAPES["tied in the root"], script=STEP),
+        "frozen": Case(SHAPES["frozen"], script=STEP),
+        "two groups": Case(script=STEP, make_optimizer=in_groups),
+    },
+    "clip": {
+        "clipped": Case(script=STEPS, step=CLIP),
+        "max_norm inf": Case(script=STEP, step={"max_norm": math.inf}),
+        "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
+        "two groups": Case(script=STEPS[:2], step=CLIP, make_optimizer=in_groups),
+        "bfloat16": Case(wrap=BF16, script=STEP, step=CLIP),
+        "kept": Case(wrap=KEPT, script=STEPS[:2], step=CLIP),
+        "checkpoint": Case(DROP, CHECKPOINT, script=STEPS[:2], step=CLIP),
+    },
+    "infinite": {"an infinite gradient": Case(script=STEP, infinite=True, make_optimizer=Still)},
+    "checkpoint": {
+        "dropout": Case(DROP, CHECKPOINT, script=STEPS[:2]),
+        "kept": Case(DROP, CHECKPOINT | KEPT, script=STEPS[:2]),
+        "bfloat16": Case(DROP, CHECKPOINT | BF16, script=STEP),
+        "kept bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
+        "plain": Case(DROP, CHECKPOINT),
+    },
+    "checkpointed shapes": {
+        name: Case(SHAPES[name], CHECKPOINT, script=STEP)
+        for name in ("keywords and tuples", "frozen beginning", "tied in the root", "a block twice")
+    },
+    "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
+    "errors": {
+        "in the first micro-batch": Case(script=("step", "fails", "plain", "step")),
+        "in the second": Case(script=("step", "plain", "fails", "step", "plain"), at=2),
+        "Ctrl-C": Case(script=("fails", "step", "plain"), at=2, error=KeyboardInterrupt),
+        "kept": Case(wrap=KEPT, script=("step", "fails", "step")),
+        "kept, old gradients": Case(wrap=KEPT, script=("stale", "fails", "step")),
+        "checkpoint": Case(DROP, CHECKPOINT, script=("fails", "step")),
+        "clipped": Case(script=("fails", "step"), step=CLIP),
+    },
+    "last": {"three steps": Case(script=STEPS, step=LAST)},
+    "last with options": {
+        "clipped": Case(script=STEPS, step=LAST | CLIP),
+        "checkpoint": Case(DROP, CHECKPOINT, script=STEPS[:2], step=LAST),
+        "kept": Case(wrap=KEPT, script=STEPS[:2], step=LAST),
+        "tied and frozen": Case(SHAPES["frozen"], script=STEPS[:2], step=LAST),
+        "two groups": Case(script=STEPS[:2], step=LAST | CLIP, make_optimizer=in_groups),
+        "bfloat16": Case(wrap=BF16, script=STEP, step=LAST),
+        "stale gradients": Case(script=("stale", "step"), step=LAST),
+        "kept, checkpoint": Case(DROP, KEPT | CHECKPOINT, script=STEP, step=LAST),
+        "a plain step after it": Case(script=("step", "plain"), step=LAST),
+        "an error": Case(script=("fails", "plain"), step=LAST),
+    },
+}
+CASES = {
+    f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()
+}

@@ -1,0 +1,152 @@
+"""What runs on every rank beside the scripts of cases: wrap alone, and steps that are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kit.laws.checks import check_equal, check_raises
+from kit.laws.toys import mse
+from kit.ranks.rank import device
+from kit.ranks.shards import check_untouched, gradients, local_state, mesh, weights
+from kit.ranks.toys import Batch, Block, make
+from specs.fsdp_wrap.cases import STEPS, Case, Still, momentum
+from specs.fsdp_wrap.play import batches
+from specs.fsdp_wrap.shapes import SHAPES, Weigh, WeighTwice
+
+
+def keeps_values(answer: Any, rank: int) -> None:
+    """On a real rank: weights, dtypes, flags and names right after wrap, in either dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in ("odd sizes", "frozen", "nested"):
+            model, kinds = SHAPES[name]()
+            want, trained = weights(model), [p.requires_grad for p in model.parameters()]
+            answer.wrap(model.to(device()).eval(), mesh(), kinds, momentum, dtype=dtype)
+            what = f"of the model {name} after wrap with {dtype}"
+            cause = "the values, or their digits, or their dtype, get lost, or names change"
+            check_equal(weights(model), want, f"values {what}", cause=cause)
+            cause = "requires_grad is what the caller has set"
+            check_equal([p.requires_grad for p in model.parameters()], trained, what, cause=cause)
+            cause = "train() is called: whether dropout is on is the caller's business"
+            on = any(module.training for module in model.modules())
+            check_equal(on, False, f"training mode {what}", cause=cause)
+
+
+def weigh(answer: Any, rank: int, values: list[float], lr: float, count: int) -> dict[str, Any]:
+    """On a real rank: steps of plain SGD on the sum of what the model makes of its value."""
+    model = WeighTwice().to(device())
+    optimizer = answer.wrap(
+        model, mesh(), Weigh, lambda ps: torch.optim.SGD(ps, lr=lr), dtype=torch.bfloat16
+    )
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.full((1, 3), values[rank], device=device())).sum().backward()
+        optimizer.step()
+    return {"weights": weights(model), "gradients": gradients(model)}
+
+
+def accumulates(answer: Any, rank: int) -> None:
+    """The gradient of micro-batches that weigh 512, 1, 1, ... in bfloat16 training."""
+    for sync in ("each", "last"):
+        model = WeighTwice().to(device())
+        optimizer = answer.wrap(model, mesh(), Weigh, Still, dtype=torch.bfloat16)
+        values = [512.0] + [1.0] * 7
+        window = [(torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values]
+        answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
+        got, want = gradients(model), torch.full((3,), 519 / 8)
+        cause = "gradients are added up, or reduced, in bfloat16"
+        lost = dict.fromkeys(got, torch.full((3,), 64.0))
+        check_equal(
+            got,
+            dict.fromkeys(got, want),
+            f"gradients with sync={sync!r}",
+            cause=cause,
+            suspects={cause: lost},
+        )
+
+
+def window(rank: int) -> list[Batch]:
+    """Two good micro-batches."""
+    return batches(Case(script=STEPS), 0, rank, 2)
+
+
+# What becomes of the micro-batches of one rank.
+BAD: dict[str, Any] = {
+    "no micro batch": lambda window: [],
+    "one too few": lambda window: window[:-1],
+    "more inputs than targets": lambda window: [*window[:-1], (window[-1][0], window[-1][1][1:])],
+    "more targets than inputs": lambda window: [(window[0][0][1:], window[0][1]), *window[1:]],
+    "an empty one": lambda window: [*window[:-1], (window[-1][0][:0], window[-1][1][:0])],
+}
+
+
+def refuses_a_window(answer: Any, rank: int, what: str, bad_ranks: Sequence[int]) -> None:
+    """It ends there: a call more would meet that of a rank that waits, and hide that it does."""
+    bad = BAD[what](window(rank)) if rank in bad_ranks else window(rank)
+    model = make().to(device())
+    optimizer = answer.wrap(model, mesh(), Block, momentum)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = local_state(model, optimizer)
+    check_raises(
+        lambda: answer.train_step(model, bad, mse, optimizer),
+        ValueError,
+        mentions=[len(bad)],
+        when=f"on every rank, where ranks {bad_ranks} have {what}",
+        cause=f"{what}: that is not seen, in every micro-batch and on every rank",
+    )
+    cause = "the work has begun before everything was checked, on every rank"
+    check_untouched(before, model, optimizer, call="the refused call", cause=cause)
+
+
+def trains_on_after(answer: Any, rank: int) -> None:
+    """A step that is refused, and a good one: what the good one alone comes to."""
+    found = []
+    for is_refused in (True, False):
+        model = make().to(device())
+        optimizer = answer.wrap(model, mesh(), Block, momentum)
+        if is_refused:
+            bad = window(rank)[: rank + 1]
+            call = functools.partial(answer.train_step, model, bad, mse, optimizer)
+            check_raises(call, ValueError, when="where rank 0 has one micro-batch and rank 1 two")
+        answer.train_step(model, window(rank), mse, optimizer)
+        found.append(weights(model))
+    cause = "something of the refused step is left"
+    check_equal(found[0], found[1], "weights after the next step", cause=cause)
+
+
+def refuses_arguments(answer: Any, rank: int) -> None:
+    """Options that are not there, norms that are none, and a model that is not wrapped."""
+    model = make().to(device())
+    optimizer = answer.wrap(model, mesh(), Block, momentum)
+    before = local_state(model, optimizer)
+    cases: list[tuple[dict[str, Any], str]] = [
+        *(({"sync": sync}, str(sync)) for sync in ("first", None, True)),
+        *(({"max_norm": norm}, str(norm)) for norm in (0.0, -1.5, float("nan"), -float("inf"))),
+    ]
+    for options, word in cases:
+        shown = " and ".join(f"{k}={v!r}" for k, v in options.items())
+        check_raises(
+            functools.partial(answer.train_step, model, window(rank), mse, optimizer, **options),
+            ValueError,
+            mentions=[word],
+            when=f"where {shown}",
+            cause=f"{shown} is taken for something else",
+        )
+        cause = "the work has begun before everything was checked"
+        check_untouched(before, model, optimizer, call="the refused call", cause=cause)
+    plain = make().to(device())
+    own = momentum(plain.parameters())
+    before = local_state(plain, own)
+    check_raises(
+        lambda: answer.train_step(plain, window(rank), mse, own),
+        ValueError,
+        when="where the model is not wrapped",
+        cause="whether the model is wrapped is not looked at",
+    )
+    cause = "the model is looked at after the step"
+    check_untouched(before, plain, own, call="the refused call", cause=cause)

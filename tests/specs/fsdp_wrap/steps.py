@@ -1,0 +1,114 @@
+"""What rank 0 of many holds and calls in a train_step, for the specs of bytes and calls."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import torch
+
+from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.toys import mse
+from kit.memory.account import Account, account
+from kit.memory.ruler import human
+from kit.ranks.collectives import Collective, collectives
+from kit.ranks.shards import part, shard_bytes, units, whole_bytes
+from kit.ranks.simulated import simulated_world
+from kit.ranks.toys import Block, data, make
+from specs.fsdp_wrap.cases import Still
+
+WIDTH, BLOCKS = 40, 3
+
+
+@functools.cache
+def second_step(
+    answer: Any,
+    device: torch.device,
+    ranks: int,
+    samples: tuple[int, ...] = (4, 3, 5),
+    *,
+    width: int = WIDTH,
+    blocks: int = BLOCKS,
+    checkpoint: bool = False,
+    **options: Any,
+) -> tuple[Account, list[Collective]]:
+    """What rank 0 holds and calls in the second step, one of these micro-batches."""
+    with simulated_world(ranks, device) as mesh:
+        model = make(width, blocks).to(device)
+        optimizer = answer.wrap(model, mesh, Block, Still, checkpoint=checkpoint)
+        window = [(x.to(device), y.to(device)) for x, y in data(samples, seed=0)]
+
+        def step(count: int = len(window)) -> None:
+            answer.train_step(model, window[:count], mse, optimizer, **options)
+
+        step(1)  # the first one makes what stays
+        with collectives() as calls:
+            return account(step, device, model=model, optimizer=optimizer), calls
+
+
+def check_reductions(calls: list[Collective], ranks: int, times: int) -> None:
+    """Fail unless each unit is reduced so often, each gather is of a unit, and the rest is little.
+
+    A unit's reduction is of N x ceil(rows / N) rows of each of its parameters, a gather of
+    ceil(rows / N); in each of three micro-batches a block has two and the root has one.
+    """
+    __tracebackhide__ = True
+    model = make(WIDTH, BLOCKS)
+    sizes = [sum(part(p, ranks) for p in unit) for unit in units(model, Block)]
+    want = Counter({ranks * size: times * n for size, n in Counter(sizes).items()})
+    got = Counter(call.numel for call in calls if call.kind == "reduce_scatter")
+    cause = "micro-batches whose gradients are not wanted yet are reduced"
+    if sum(got.values()) < sum(want.values()):
+        cause = "a backward pass that should reduce gradients does not"
+    check_equal(_shown(got), _shown(want), "reductions by size", cause=cause)
+    left, limit = Counter(sizes[-1:] * 3 + sizes[:-1] * 6), 64 + 4 * len([*model.parameters()])
+    for call in calls:
+        size = call.numel * call.dtype.itemsize
+        if call.kind == "all_gather" and left[call.numel] > 0:
+            left[call.numel] -= 1
+        elif call.kind != "reduce_scatter":
+            check(
+                size <= limit,
+                expected=f"two gathers of each block, one of the root, and else at most {limit} B",
+                got=f"one more {call.kind} of {human(size)}",
+                cause="gradients are sent for the norm, or a unit is gathered once too often",
+            )
+
+
+def _shown(sizes: Counter[int]) -> str:
+    return ", ".join(f"{times} of {size}" for size, times in sorted(sizes.items()))
+
+
+def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:
+    """Fail if more whole gradients, or whole parameters, are held than this sync needs."""
+    __tracebackhide__ = True
+    model = make(WIDTH, BLOCKS)
+    *blocks, root = (whole_bytes(unit, 64) for unit in units(model, Block))
+    whole = [whole_bytes(unit, 1) for unit in units(model, Block)]
+    of_whole = 2 * max(whole) if sync == "each" else sum(whole) + max(whole)
+    yours, theirs = (
+        second_step(module, device, 64, sync=sync, max_norm=1.0)[0].most
+        for module in (answer, reference)
+    )
+    check_bar(
+        f"gradients at their most on rank 0 of 64, sync={sync!r}",
+        yours["gradients"],
+        shard_bytes(model.parameters(), 64) + of_whole,
+        plain=shard_bytes(model.parameters(), 64) + (1 + (sync == "last")) * sum(whole),
+        reference=theirs["gradients"],
+        formula="shards + the whole gradients of "
+        + ("two blocks" if sync == "each" else "the model and one more block"),
+        cause="whole gradients are held beyond the backward pass of their unit"
+        if sync == "each"
+        else "there is a second set of whole gradients",
+    )
+    check_bar(
+        f"gathered parameters on 64 ranks, 3 micro-batches, sync={sync!r}",
+        yours["unsharded"],
+        sum(sorted(blocks)[-2:]) + root,
+        plain=sum(blocks) + root,
+        reference=theirs["unsharded"],
+        formula="two blocks + the root's unit; plain is the whole model",
+        cause="blocks stay gathered for the next micro-batch",
+    )

@@ -1,0 +1,43 @@
+"""train_step with sync="last": fewer reductions for more memory, and the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from specs.fsdp_wrap import ranks as programs
+from specs.fsdp_wrap.law import hold
+from specs.fsdp_wrap.steps import check_held, check_reductions, second_step
+
+
+class TestPart4SyncLast:
+    @pytest.mark.works("train_step", 1)
+    @pytest.mark.parametrize("world", [2, 4], indirect=True, ids="{}_ranks".format)
+    def test_the_last_micro_batch_reduces_for_all(self, answer, world):
+        """Of one micro-batch the first is the last."""
+        cause = "a backward pass reduces that should not, or the last one does not"
+        hold(answer, world, "last", cause=cause)
+
+    @pytest.mark.exact("train_step", 1)
+    def test_every_option_goes_with_it(self, answer, world):
+        """Clipping, checkpoints, kept blocks, two groups, old gradients, and a plain step after."""
+        cause = "options exclude each other: clipped, kept, checkpointed, for all groups; or what "
+        cause += "was switched off for a few micro-batches stays off"
+        hold(answer, world, "last with options", cause=cause)
+
+    @pytest.mark.exact("train_step", 4)
+    def test_accumulates_in_float32_with_bfloat16_parameters(self, answer, world):
+        """512 and seven times 1, divided by 8: 64.875, of which bfloat16 keeps 64."""
+        world.run(answer, programs.accumulates)
+
+    @pytest.mark.exact("train_step", 1)
+    @pytest.mark.parametrize("ranks", [8, 64])
+    def test_reduces_every_unit_once(self, answer, device, ranks):
+        calls = second_step(answer, device, ranks, sync="last", max_norm=1.0)[1]
+        check_reductions(calls, ranks, 1)
+
+    @pytest.mark.saves("train_step", 1)
+    def test_holds_one_set_of_whole_gradients(self, answer, reference, device):
+        """Gradients: shards + the whole ones of the model, and of a block that are added to those
+        of the micro-batch before. Parameters: two blocks and the root's unit.
+        """
+        check_held(answer, reference, device, "last")

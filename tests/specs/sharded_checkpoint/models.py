@@ -1,0 +1,204 @@
+"""What is built, saved and loaded: models, their first values, and training by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from kit.laws import draw
+from kit.laws.toys import mse
+from kit.ranks.rank import device
+from kit.ranks.shards import full, mesh, named, weights
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze, make
+
+SEED = 6
+
+
+class Outer(nn.Module):
+    """A block with a block inside, and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.inner = Block()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * torch.tanh(self.gate(x)) + self.shift
+
+
+class Sub(Block):
+    """A block of a subclass."""
+
+
+class Nested(nn.Module):
+    """Blocks in blocks, one of a subclass; a parameter with two names; buffers of three kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(OUTPUTS))
+        self.offset_again = self.offset
+        self.register_buffer("scale", torch.ones(7, 1))
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
+        self.head = nn.Linear(WIDTH, OUTPUTS)
+        self.outer = nn.Sequential(Outer(), Sub())
+        self.embed = nn.Linear(FEATURES, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.head(self.outer(self.embed(inputs))) + self.offset
+        return x * self.mask * self.scale[0] + self.steps[0]
+
+
+class Thin(Block):
+    """A block with one parameter."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.up = nn.Linear(FEATURES, 2 * FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x).unflatten(-1, (2, -1)).sum(-2)
+
+
+class Tiny(nn.Module):
+    """Two parameters: files take as long as they have tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Thin()])
+        self.head = nn.Linear(FEATURES, OUTPUTS, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.blocks[0](inputs))
+
+
+def tied_and_frozen() -> Model:
+    """In eval mode, as make_model has left it."""
+    return freeze(Model(tied=True), ["blocks.0", "head.bias"]).eval()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Model,
+    "tied and frozen": tied_and_frozen,
+    "blocks in blocks": Nested,
+}
+BLOCK_TYPES = (Block, Outer)
+
+
+def init(module: nn.Module, each_name: bool = False) -> None:
+    """Random values for all that is the module's own: whoever is out of order gets other ones."""
+    for p in module.parameters(recurse=False):
+        nn.init.normal_(p, mean=0.02, std=0.15)
+    if each_name and hasattr(module, "offset_again"):
+        torch.empty_like(module.offset_again).normal_()
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+        else:
+            buffer.fill_(3)
+
+
+def alone(
+    kind: str,
+    order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules,
+    init: Callable[[nn.Module], None] = init,
+) -> nn.Module:
+    """What one process has.
+
+    To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
+    """
+    model = MODELS[kind]().to(device())
+    draw.seed(SEED)
+    for module in order(model):
+        init(module)
+    return model
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name, also the buffers that are not in the state dict."""
+    return {**weights(model), **full(dict(model.named_buffers()))}
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has more than one."""
+    groups: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(p), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """As `build` shards it, with the values that it has."""
+    for module in reversed([*model.to(device()).modules()]):
+        if isinstance(module, BLOCK_TYPES) or module is model:
+            fully_shard(module, mesh=mesh())
+    return model
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> Optimizer:
+    """All shards in one operation: DTensor takes milliseconds to think about each."""
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1, foreach=True)
+
+
+def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optimizer:
+    """Two groups of parameters; the vectors have a learning rate of their own."""
+    every = [*parameters]
+    optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
+    optimizer.add_param_group({"params": [p for p in every if p.ndim == 1], "lr": lr / 2})
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int, is_alone: bool = False) -> float:
+    """A step on 12 samples, which 1, 2 and 4 ranks share; the mean loss, the same on every rank."""
+    rank, ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    inputs, targets = (t.chunk(ranks)[rank].to(device()) for t in data([12], seed=number)[0])
+    optimizer.zero_grad()
+    loss = mse(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    loss = loss.detach() / ranks
+    if not is_alone:
+        dist.all_reduce(loss)
+    return loss.item()
+
+
+def move(model: nn.Module, optimizer: Optimizer) -> None:
+    """Other weights and a state of the optimizer, as after a step, without its calls."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def small(seed: int = 4) -> tuple[nn.Module, Optimizer]:
+    """A tiny model that has been trained, by the same step whatever its seed."""
+    draw.seed(seed)
+    model = sharded(Tiny())
+    optimizer = adamw(model.parameters())
+    move(model, optimizer)
+    return model, optimizer
+
+
+def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Weights, optimizer state and settings, whole, by name."""
+    held = {
+        f"{key} of {name}": torch.as_tensor(value)
+        for name, p in named(model)
+        for key, value in optimizer.state.get(p, {}).items()
+    }
+    rates = {f"lr of group {n}": g["lr"] for n, g in enumerate(optimizer.param_groups)}
+    return {**weights(model), **full(held), **rates}
+
+
+tied = functools.partial(make, tied=True, frozen=["blocks.0.up", "head.bias"])

@@ -1,0 +1,229 @@
+"""What runs on every rank: programs for the specs of save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from kit.laws.checks import check_close, check_equal, check_raises
+from kit.memory.ruler import measure
+from kit.ranks.rank import device
+from kit.ranks.shards import check_untouched, local_state, named
+from kit.ranks.toys import make
+from specs.sharded_checkpoint.models import (
+    adamw,
+    in_groups,
+    momentum,
+    move,
+    sharded,
+    small,
+    state,
+    step,
+    tied,
+)
+
+KINDS = {"AdamW": adamw, "momentum": momentum}
+
+
+def save_and_go_on(answer: Any, rank: int, folder: Path, kind: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, and two more steps; the learning rates fall after each step."""
+    model = sharded(tied())
+    optimizer = in_groups(model.parameters(), KINDS[kind], 0.01)
+    for number in (0, 1):
+        step(model, optimizer, number)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+    answer.save(str(folder), model, optimizer, 2)
+    saved = state(model, optimizer)
+    return {"saved": saved, "after": [step(model, optimizer, n) for n in (2, 3)]}
+
+
+def load_and_go_on(
+    answer: Any, rank: int, folder: Path, kind: str, is_new: bool, saved: dict[str, Any]
+) -> None:
+    """The checkpoint into a model that has trained otherwise, or that is new; two more steps."""
+    model = sharded(tied(seed=9))
+    with torch.no_grad():
+        model.scale.fill_(7.0)
+    optimizer = in_groups(model.parameters(), KINDS[kind], 0.5)
+    if not is_new:
+        step(model, optimizer, 8)  # and its gradients stay
+    number = answer.load(str(folder), model, optimizer)
+    cause = "load does not return the step that was given to save"
+    check_equal(number, 2, "the step", cause=cause)
+    (got, rates), (want, own) = (_parted(s) for s in (state(model, optimizer), saved["saved"]))
+    cause = "not everything is saved, or not everything that is saved is loaded"
+    check_equal(got, want, "what is loaded", cause=cause)
+    cause = "settings, such as learning rates, are not saved or loaded for every group"
+    check_equal(rates, own, "settings", cause=cause)
+    cause = "what trains afterwards is not what was loaded"
+    after = torch.tensor([step(model, optimizer, n) for n in (2, 3)])
+    want = torch.tensor(saved["after"])
+    check_close(after, want, "losses of the next steps", cause=cause, rtol=1e-4)
+
+
+def _parted(held: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors, and settings."""
+    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in held.items() if name not in tensors}
+
+
+def step_rules(answer: Any, rank: int, folder: Path) -> None:
+    """Steps that are refused, before and after checkpoints; then the newest is loaded."""
+    model, optimizer = small()
+
+    def refuse(number: int, newest: int) -> None:
+        before = _files(folder)
+        check_raises(
+            lambda: answer.save(folder, model, optimizer, number),
+            ValueError,
+            mentions=[number],
+            when=f"for step {number}",
+            cause=f"step {number} is not compared with {newest + 1} as a number, or not at all",
+        )
+        cause = "the folder is written to before the step is checked"
+        check_equal(_files(folder), before, "files in the folder", cause=cause)
+        dist.barrier()
+
+    refuse(0, 0)
+    refuse(-1, 0)
+    for number in (2, 10, 9999, 10_000):
+        answer.save(folder, model, optimizer, number)
+        other, own = small(seed=9)
+        cause = "as texts, even with zeros in front, the last of 2, 10, 9999, 10000 is another"
+        newest = answer.load(folder, other, own)
+        check_equal(newest, number, "step of the newest checkpoint", cause=cause)
+        dist.barrier()
+        for old in dict.fromkeys((number, 2, 1)):
+            refuse(old, number)
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "a folder"
+        for path in folder.parent.rglob("*")
+    }
+
+
+def save_often(answer: Any, rank: int, folder: Path) -> None:
+    """Checkpoints 1 to 3; the bytes in the folder after each."""
+    model, optimizer = small()
+    found = []
+    for number in (1, 2, 3):
+        answer.save(str(folder / "made"), model, optimizer, number)
+        dist.barrier()
+        found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        dist.barrier()
+    cause = "a checkpoint is written over one from before, or takes it away"
+    kept = found[0] > 0 and found[2] > 2.7 * found[0]
+    check_equal(kept, True, "whether three checkpoints take three times the bytes", cause=cause)
+
+
+def nothing_there(answer: Any, rank: int, folders: Sequence[Path]) -> None:
+    model, optimizer = small()
+    for folder in folders:
+        refuses(answer.load, folder, model, optimizer, [folder], "the folder has no checkpoint")
+
+
+def another_model(answer: Any, rank: int, folder: Path) -> None:
+    """The checkpoint of a model with two blocks, for models that differ."""
+    model = sharded(make(blocks=2))
+    optimizer = adamw(model.parameters())
+    move(model, optimizer)
+    answer.save(folder, model, optimizer, 1)
+    others = {
+        "one block less": {"blocks": 1},
+        "one block more": {"blocks": 3},
+        "another width": {"blocks": 2, "width": 14},
+    }
+    for what, made in others.items():
+        _refuses_model(answer, folder, make(**made, seed=9), what)
+    more = make(blocks=2, seed=9)
+    more.register_buffer("more", torch.ones(2))
+    _refuses_model(answer, folder, more, "a buffer more")
+
+
+def _refuses_model(answer: Any, folder: Path, model: nn.Module, what: str) -> None:
+    optimizer = adamw(sharded(model).parameters())
+    refuses(answer.load, folder, model, optimizer, [folder], f"the model has {what}")
+
+
+def refuses(
+    load: Any, path: Path, model: nn.Module, optimizer: Optimizer, words: list[Any], what: str
+) -> None:
+    before = local_state(model, optimizer)
+    args = (optimizer,) if load.__name__ == "load" else ()
+    call = lambda: ordinary(lambda: load(path, model, *args))  # noqa: E731
+    unseen = f"{what}, and that is not seen: compare names and shapes, both ways"
+    check_raises(call, ValueError, mentions=words, when=f"where {what}", cause=unseen)
+    cause = "what is read is not checked before it is used"
+    check_untouched(before, model, optimizer, call="the refused call", cause=cause)
+
+
+def ordinary(call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises, but RuntimeError for torch's CheckpointException."""
+    try:
+        return call()
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """What a call raises, by name."""
+    try:
+        call()
+    except (NotImplementedError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # CheckpointException of torch is no Exception
+        return type(error).__name__
+    return ""
+
+
+def fails_on_one(answer: Any, rank: int, name: str, good: Path, bad: Path, bad_rank: int) -> str:
+    """What a call raises where the path of one rank leads nowhere, as on a disk of its own."""
+    model, optimizer = small()
+    path = bad if rank == bad_rank else good
+    args = {"load": (optimizer,), "save": (optimizer, 5)}.get(name, ())
+    return error_of(lambda: getattr(answer, name)(path, model, *args))
+
+
+def peaks(answer: Any, rank: int, folder: Path, width: int) -> dict[str, int]:
+    """Bytes above the baseline in each call; the model has trained with AdamW."""
+    model = sharded(make(width, 2))
+    optimizer = adamw(model.parameters())
+    move(model, optimizer)
+    optimizer.zero_grad()
+    calls = {
+        "save": lambda: answer.save(folder / "run", model, optimizer, 1),
+        "load": lambda: answer.load(folder / "run", model, optimizer),
+    }
+    if (folder / "whole").is_dir():
+        calls = {"save_whole": lambda: answer.save_whole(folder / "whole" / "x.pt", model)}
+
+    def peak(name: str) -> int:
+        return measure(calls[name], device(), known=[model, optimizer]).above_baseline
+
+    # gloo's threads may let go of what they have sent a little late: the least of three counts.
+    return {name: min(peak(name) for _ in range(3 if "whole" in name else 1)) for name in calls}
+
+
+def saves_once(answer: Any, rank: int, folder: Path) -> None:
+    model, optimizer = small()
+    answer.save(folder, model, optimizer, 1)
+
+
+def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
+    saves_once(answer, rank, folder)
+    model, optimizer = small()
+    answer.load(folder, model, optimizer)
+    cause = "gradients of before are still there"
+    there = [name for name, p in named(model) if p.grad is not None]
+    check_equal(there, [], "parameters with gradients", cause=cause)

@@ -1,0 +1,136 @@
+"""What runs on every rank: programs for the specs of build."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from kit.laws import draw
+from kit.laws.checks import check_close, check_equal, same
+from kit.memory.ruler import measure
+from kit.ranks.rank import device
+from kit.ranks.shards import mesh
+from kit.ranks.toys import Model
+from specs.sharded_checkpoint.models import (
+    BLOCK_TYPES,
+    MODELS,
+    SEED,
+    alone,
+    init,
+    momentum,
+    sharded,
+    step,
+    ties,
+    values,
+)
+
+
+def built(answer: Any, kind: str, make_optimizer: Callable[..., Optimizer] = momentum) -> Any:
+    """The model and its optimizer."""
+    draw.seed(SEED)
+    return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, make_optimizer)
+
+
+def built_has(answer: Any, rank: int, what: str, cause: str, suspects: bool = False) -> None:
+    """Fail unless what was built has that of one process, for every kind of model."""
+    for kind in MODELS:
+        want = FACTS[what](alone(kind))
+        guesses = _guesses(kind, want) if suspects else {}
+        draw.seed(SEED)
+        got = FACTS[what](built(answer, kind)[0])
+        check_equal(got, want, f"{what} of the model {kind}", cause=cause, suspects=guesses)
+
+
+FACTS: dict[str, Callable[[Any], Any]] = {
+    "tensors on meta": lambda m: [name for name, v in m.state_dict().items() if v.is_meta],
+    "values": values,
+    "ties": ties,
+    "train mode": lambda m: {name: module.training for name, module in m.named_modules()},
+    "requires_grad": lambda m: {name: p.requires_grad for name, p in m.named_parameters()},
+    "the next random number": lambda m: torch.rand(1).item(),
+}
+
+
+def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
+    """What well-known mistakes give."""
+    ranks = mesh().size()
+    found = {
+        "modules are initialised from the inside out": values(
+            alone(kind, order=lambda m: reversed([*m.modules()]))
+        ),
+        "the tie: a tied parameter is drawn once for each of its names": values(
+            alone(kind, init=functools.partial(init, each_name=True))
+        ),
+        "every rank takes the first rows": {
+            name: value if not value.dim() or ranks == 1 else _first_rows(value, ranks)
+            for name, value in want.items()
+        },
+    }
+    model = sharded(MODELS[kind]())
+    draw.seed(SEED)
+    with torch.no_grad():
+        for module in model.modules():
+            init(module)
+    found["init runs on shards, so every rank draws the same numbers for its own"] = values(model)
+    return {belief: value for belief, value in found.items() if not same(value, want)}
+
+
+def _first_rows(value: Tensor, ranks: int) -> Tensor:
+    rows = math.ceil(len(value) / ranks)
+    return torch.cat([value[:rows]] * ranks)[: len(value)]
+
+
+def built_units(answer: Any, rank: int) -> None:
+    """Which modules are units, and what the optimizer holds."""
+    for kind in MODELS:
+        model, _ = built(answer, kind)
+        modules = dict(model.named_modules())
+        want = [n for n, m in modules.items() if not n or isinstance(m, BLOCK_TYPES)]
+        got = [name for name, m in modules.items() if isinstance(m, FSDPModule)]
+        cause = "a block is no unit of its own, or what is no block is one, or the model is none"
+        check_equal(got, want, f"units of the model {kind}", cause=cause)
+        cause = "parameters are replaced after they were sharded, or one is in no unit"
+        kinds = {type(p).__name__ for p in model.parameters()}
+        check_equal(kinds, {"DTensor"}, f"types of the parameters of {kind}", cause=cause)
+
+
+def built_trains(answer: Any, rank: int) -> None:
+    """Three steps of what was built, and of one process."""
+    for kind in MODELS:
+        one = alone(kind)
+        own = momentum(one.parameters())
+        model, optimizer = built(answer, kind)
+        cause = "the optimizer was made from parameters that were replaced afterwards"
+        for number in range(3):
+            want = step(one, own, number, is_alone=True)
+            got = step(model, optimizer, number)
+            what = f"loss of step {number + 1} of the model {kind}"
+            check_close(got, want, what, cause=cause, rtol=1e-4)
+
+
+def built_once(answer: Any, rank: int) -> None:
+    """On which device each call of make_model has made its tensors; and one after `build`."""
+    seen: list[str] = []
+
+    def make_model() -> Model:
+        seen.append(torch.empty(1).device.type)
+        return Model()
+
+    answer.build(make_model, mesh(), BLOCK_TYPES, init, momentum)
+    seen.append(torch.empty(1).device.type)
+    cause = "make_model is called with memory, or twice, or meta is not left again"
+    check_equal(seen, ["meta", "cpu"], "devices of new tensors", cause=cause)
+
+
+def peak_of_build(answer: Any, rank: int, width: int, blocks: int, over: Any = None) -> int:
+    """Bytes above the baseline while a model is built; its optimizer has no state yet."""
+    make_model = functools.partial(Model, width, blocks)
+    run = lambda: answer.build(make_model, over or mesh(), BLOCK_TYPES, init, momentum)  # noqa: E731
+    return measure(run, over.device_type if over else device()).above_baseline

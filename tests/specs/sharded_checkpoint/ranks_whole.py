@@ -1,0 +1,85 @@
+"""What runs on every rank: programs for the specs of save_whole and load_whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.laws.checks import check_close, check_equal
+from kit.ranks.rank import device
+from kit.ranks.shards import weights
+from specs.sharded_checkpoint.disk import (
+    Copies,
+    before_each_write,
+    load_file,
+    no_room,
+    slow,
+)
+from specs.sharded_checkpoint.models import (
+    momentum,
+    sharded,
+    small,
+    step,
+    tied,
+)
+from specs.sharded_checkpoint.ranks import error_of, refuses
+
+
+def save_whole_after(answer: Any, rank: int, path: Path) -> dict[str, Any]:
+    """The weights, and the names in the file as soon as the call has returned on this rank.
+
+    On rank 0 nothing under the folder gets its name within a twentieth of a second.
+    """
+    model = sharded(tied())
+    want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
+    with slow(path.parent):
+        answer.save_whole(str(path), model)
+    return {"names": sorted(load_file(path)), "weights": want}
+
+
+def load_whole_into(answer: Any, rank: int, path: Path) -> None:
+    """The weights that were loaded, and the losses of two steps, as in one process."""
+    one, model = tied().to(device()), sharded(tied(seed=9))
+    with torch.no_grad():
+        model.scale.fill_(7.0)
+    own, optimizer = momentum(one.parameters()), momentum(model.parameters())
+    answer.load_whole(str(path), model)
+    cause = "a rank has not got its part of every weight"
+    check_equal(weights(model), weights(one), "weights", cause=cause)
+    cause = "the parameters were replaced: those that the optimizer has are others"
+    for number in (0, 1):
+        want, got = step(one, own, number, is_alone=True), step(model, optimizer, number)
+        check_close(got, want, f"loss of step {number + 1}", cause=cause, rtol=1e-4)
+
+
+def refuses_files(answer: Any, rank: int, files: Sequence[tuple[Path, str]]) -> None:
+    """Files that are not of the model, each with the name that it is about."""
+    model = sharded(tied(seed=9))
+    optimizer = momentum(model.parameters())
+    for path, name in files:
+        what = f"the file has {path.stem.replace('_', ' ')}"
+        refuses(answer.load_whole, path, model, optimizer, [name, path], what)
+
+
+def save_whole_without_room(answer: Any, rank: int, path: Path) -> str:
+    """Rank 0 writes, and cannot; what each rank raises."""
+    model, _ = small()
+    with no_room() if rank == 0 else nullcontext():
+        return error_of(lambda: answer.save_whole(path, model))
+
+
+def killed_save_whole(answer: Any, rank: int, folder: Path) -> list[tuple[str, list[str]]]:
+    """One rank: the names in the file if save_whole were killed at an operation on a file."""
+    model, _ = small()
+    copies = Copies(folder / "run-\u00e9")
+    copies.folder.mkdir()
+    path = copies.folder / "whole.pt"
+    torch.save({"from before": torch.ones(3)}, path)
+    with before_each_write(copies.folder, copies.before_a_write):
+        answer.save_whole(path, model)
+    copies.take("not killed")
+    return [(when, sorted(load_file(copy / path.name))) for when, copy in copies.made]

@@ -1,0 +1,102 @@
+"""A model that no rank could hold: its values, its units, and its bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.laws.checks import check_bar
+from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
+from kit.ranks.simulated import simulated_world
+from kit.ranks.toys import Block, Model
+from specs.sharded_checkpoint import ranks_build
+
+SIZES = pytest.mark.parametrize("world", [1, 2, 4], indirect=True, ids="{}_ranks".format)
+
+# Wide enough that rounding to 512 bytes is little of it; two real ranks need more blocks.
+WIDTH, BLOCKS, BLOCKS_OF_TWO = 48, 4, 6
+
+
+class TestPart1Build:
+    @pytest.mark.works("build", "memory")
+    def test_leaves_nothing_on_meta(self, answer, world):
+        cause = "to_empty() has not been called, or not on all that is on meta"
+        world.run(answer, ranks_build.built_has, "tensors on meta", cause)
+
+    @pytest.mark.works("build", "values")
+    @SIZES
+    def test_has_the_values_of_one_process(self, answer, world):
+        """To the bit: the numbers that one process draws, module by module, in its order."""
+        cause = "init runs in another order, on modules that lack something, or on shards"
+        world.run(answer, ranks_build.built_has, "values", cause, True)
+
+    @pytest.mark.exact("build", "units")
+    def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, world):
+        world.run(answer, ranks_build.built_units)
+
+    @pytest.mark.exact("build", "optimizer")
+    def test_what_was_built_trains_as_one_process(self, answer, world):
+        """Three steps with momentum, which shows a gradient that is wrong by a factor."""
+        world.run(answer, ranks_build.built_trains)
+
+    @pytest.mark.exact("build", "make_model")
+    def test_makes_the_model_once_under_meta(self, answer, world):
+        """Then an ordinary tensor is made once more, after `build`."""
+        world.run(answer, ranks_build.built_once)
+
+    @pytest.mark.saves("build", "memory")
+    @pytest.mark.parametrize("ranks", [8, 64])
+    def test_no_rank_ever_holds_the_model(self, answer, reference, device, ranks):
+        """Bytes while it is built <= shards + buffers + what two units have, rounding included."""
+
+        def peak(module: object) -> int:
+            with simulated_world(ranks, device) as mesh:
+                return ranks_build.peak_of_build(module, 0, WIDTH, BLOCKS, mesh)
+
+        _check_peak(peak(answer), peak(reference), ranks, BLOCKS)
+
+    @pytest.mark.saves("build", "memory")
+    def test_no_rank_of_two_ever_holds_the_model(self, answer, reference, world):
+        """The same on two real ranks, of which neither gets anything from the other."""
+        yours, theirs = (
+            world.run(module, ranks_build.peak_of_build, WIDTH, BLOCKS_OF_TWO)
+            for module in (answer, reference)
+        )
+        for mine, other in zip(yours, theirs, strict=True):
+            _check_peak(mine, other, 2, BLOCKS_OF_TWO)
+
+    @pytest.mark.survives("build", 1)
+    def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
+        cause = "numbers are drawn that one process does not draw, or ranks are seeded apart"
+        world.run(answer, ranks_build.built_has, "the next random number", cause)
+
+    @pytest.mark.survives("build", 2)
+    def test_ties_stay(self, answer, world):
+        cause = "to_empty(), or a new parameter, has cut the tie"
+        world.run(answer, ranks_build.built_has, "ties", cause)
+
+    @pytest.mark.survives("build", 3)
+    def test_train_mode_stays(self, answer, world):
+        cause = "build has called train() or eval()"
+        world.run(answer, ranks_build.built_has, "train mode", cause)
+
+    @pytest.mark.survives("build", 3)
+    def test_what_was_frozen_stays_frozen(self, answer, world):
+        cause = "a new parameter requires a gradient unless it is told not to"
+        world.run(answer, ranks_build.built_has, "requires_grad", cause)
+
+
+def _check_peak(yours: int, theirs: int, ranks: int, blocks: int) -> None:
+    __tracebackhide__ = True
+    model = Model(WIDTH, blocks)
+    parameters = [*model.parameters()]
+    largest = sorted(whole_bytes(unit, ranks) for unit in units(model, Block))[-2:]
+    buffers = sum(rounded(b.numel() * b.element_size()) for b in model.buffers())
+    check_bar(
+        f"build, above the baseline on a rank of {ranks}",
+        yours,
+        shard_bytes(parameters, ranks) + buffers + sum(largest),
+        plain=shard_bytes(parameters, 1) + buffers,
+        reference=theirs,
+        formula="shards + buffers + two blocks",
+        cause="the whole model is there before it is sharded, or all of it is initialised at once",
+    )

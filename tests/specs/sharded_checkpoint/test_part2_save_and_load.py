@@ -1,0 +1,107 @@
+"""Training that stops on some ranks and goes on on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kit.laws.checks import check_bar, check_equal
+from kit.ranks.shards import shard_bytes, whole_bytes
+from kit.ranks.toys import make
+from specs.sharded_checkpoint import ranks
+
+WIDTH = 48
+
+# By answer, ranks and optimizer: a folder with a checkpoint, and how those that saved it went on.
+_saved: dict[tuple[ModuleType, int, str], tuple[Path, dict[str, Any]]] = {}
+
+
+class TestPart2SaveAndLoad:
+    @pytest.mark.works("load", "goes on")
+    @pytest.mark.parametrize(
+        ("saving", "loading", "kind", "is_new"),
+        [(2, 2, "AdamW", False), (2, 1, "AdamW", True), (2, 4, "AdamW", False)]
+        + [(4, 2, "momentum", True)],
+        ids=["2_ranks_to_2", "2_ranks_to_1_new", "2_ranks_to_4", "4_ranks_to_2_momentum_new"],
+    )
+    def test_goes_on_as_if_it_had_not_stopped(
+        self, answer, worlds, tmp_path_factory, saving, loading, kind, is_new
+    ):
+        """Weights, buffers, state and learning rates to the bit; the next steps within rounding.
+
+        What it is loaded into has trained otherwise, with other rates, and has gradients; or it is
+        new. Some weights are tied, some frozen, and four ranks are too many for some rows.
+        """
+        key = answer, saving, kind
+        if key not in _saved:
+            folder = tmp_path_factory.mktemp("saved") / "run"
+            _saved[key] = folder, worlds(saving).run(answer, ranks.save_and_go_on, folder, kind)[0]
+        worlds(loading).run(
+            answer, ranks.load_and_go_on, _saved[key][0], kind, is_new, _saved[key][1]
+        )
+
+    @pytest.mark.exact("load", "drops")
+    def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
+        world.run(answer, ranks.drops_gradients, tmp_path / "run")
+
+    @pytest.mark.exact("save", "older")
+    def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
+        """Three checkpoints take three times the bytes of one."""
+        world.run(answer, ranks.save_often, tmp_path / "run")
+
+    @pytest.mark.exact("save", "Raises")
+    def test_steps_only_rise(self, answer, world, tmp_path):
+        """Checkpoints 2, 10, 9,999 and 10,000; the newest is the largest number."""
+        world.run(answer, ranks.step_rules, tmp_path / "run")
+
+    @pytest.mark.saves("save", "memory")
+    def test_a_rank_saves_its_own_part_only(self, answer, reference, world, tmp_path):
+        """Above the baseline <= weights and Adam's two moments once more + two whole parameters."""
+        _check_peaks("save", answer, reference, world, tmp_path)
+
+    @pytest.mark.saves("load", "memory")
+    def test_a_rank_loads_its_own_part_only(self, answer, reference, world, tmp_path):
+        """Above the baseline <= weights and Adam's two moments once more + two whole parameters."""
+        _check_peaks("load", answer, reference, world, tmp_path)
+
+    @pytest.mark.survives("load", "Raises")
+    def test_refuses_a_folder_without_a_checkpoint(self, answer, world, tmp_path):
+        (tmp_path / "empty").mkdir()
+        world.run(answer, ranks.nothing_there, [tmp_path / "empty", tmp_path / "not_there"])
+
+    @pytest.mark.survives("load", "Raises")
+    def test_refuses_the_checkpoint_of_another_model(self, answer, world, tmp_path):
+        """Of one that has more as well: its names would all be found."""
+        world.run(answer, ranks.another_model, tmp_path / "run")
+
+    @pytest.mark.survives("load", "together")
+    @pytest.mark.parametrize("bad_rank", [0, 1])
+    def test_every_rank_raises_where_one_finds_nothing(self, answer, world, tmp_path, bad_rank):
+        """The folder of one rank is missing, as where a disk is not mounted on its machine."""
+        world.run(answer, ranks.saves_once, tmp_path / "run")
+        paths = tmp_path / "run", tmp_path / "not_there"
+        raised = world.run(answer, ranks.fails_on_one, "load", *paths, bad_rank)
+        cause = "the ranks do not tell each other what they have found"
+        check_equal([*map(bool, raised)], [True, True], "whether each rank raises", cause=cause)
+
+
+def _check_peaks(call: str, answer: Any, reference: Any, world: Any, folder: Path) -> None:
+    __tracebackhide__ = True
+    parameters = [*make(WIDTH, 2).parameters()]
+    yours, theirs = (
+        world.run(module, ranks.peaks, folder / name, WIDTH)
+        for name, module in (("yours", answer), ("theirs", reference))
+    )
+    for rank in range(2):
+        check_bar(
+            f"{call}, above the baseline on rank {rank} of 2",
+            yours[rank][call],
+            3 * shard_bytes(parameters, 2) + 2 * max(whole_bytes([p], 2) for p in parameters),
+            plain=3 * shard_bytes(parameters, 1),
+            reference=theirs[rank][call],
+            formula="its weights and moments + two whole parameters; plain is the whole model",
+            cause="a rank gathers, or reads, what belongs to other ranks",
+        )

@@ -1,0 +1,141 @@
+"""One file for the whole model, for whoever has no ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kit.laws.checks import check, check_bar, check_equal
+from kit.ranks.shards import shard_bytes, whole_bytes
+from kit.ranks.toys import make
+from specs.sharded_checkpoint import ranks, ranks_whole
+from specs.sharded_checkpoint.disk import load_file
+from specs.sharded_checkpoint.models import Tiny, tied
+
+WIDTH = 48
+
+
+class TestPart4OneFile:
+    @pytest.mark.works("save_whole", "contents")
+    def test_one_file_holds_the_model_as_it_is_without_shards(self, answer, world, tmp_path):
+        """A file from before is replaced; ordinary tensors, all names, the weights to the bit."""
+        path = tmp_path / "whole.pt"
+        path.write_bytes(b"from before")
+        results = world.run(answer, ranks_whole.save_whole_after, path)
+        model, saved = tied(), load_file(path)
+        cause = "the file is not of the state dict of the model without shards"
+        check_equal(sorted(saved), sorted(model.state_dict()), "names in the file", cause=cause)
+        for name, want in results[0]["weights"].items():
+            cause = "shards are saved, or other values"
+            check_equal(saved[name], want, name, cause=cause)
+            check(
+                type(saved[name]) is Tensor and saved[name].device.type == "cpu",
+                expected=f"{name} as an ordinary tensor on the cpu",
+                got=f"{type(saved[name]).__name__} on {saved[name].device}",
+                cause="a DTensor, or a tensor of the accelerator, is saved",
+            )
+        model.load_state_dict(saved)
+
+    @pytest.mark.exact("save_whole", "returns")
+    def test_returns_when_the_file_is_there(self, answer, world, tmp_path):
+        """Rank 0 is slow to write; whoever returns finds the file."""
+        path = tmp_path / "whole.pt"
+        want = sorted(tied().state_dict())
+        for rank, got in enumerate(world.run(answer, ranks_whole.save_whole_after, path)):
+            cause = "this rank returns before rank 0 has written"
+            what = f"names in the file when the call returns on rank {rank}"
+            check_equal(got["names"], want, what, cause=cause)
+
+    @pytest.mark.exact("load_whole", "in place")
+    @pytest.mark.parametrize("world", [2, 4], indirect=True, ids="{}_ranks".format)
+    def test_a_sharded_model_loads_the_file_of_one_process(self, answer, world, tmp_path):
+        """And trains on: two steps as one process makes them."""
+        path = tmp_path / "whole.pt"
+        torch.save(tied().state_dict(), path)
+        world.run(answer, ranks_whole.load_whole_into, path)
+
+    @pytest.mark.saves("save_whole", "memory")
+    def test_other_ranks_gather_one_parameter_at_a_time(self, answer, reference, world, tmp_path):
+        """Above the baseline <= 3 x the largest parameter: itself, and twice to gather it."""
+        parameters = [*make(WIDTH, 2).parameters()]
+        for name in ("yours", "theirs"):
+            (tmp_path / name / "whole").mkdir(parents=True)
+        yours, theirs = (
+            world.run(module, ranks.peaks, tmp_path / name, WIDTH)[1]["save_whole"]
+            for name, module in (("yours", answer), ("theirs", reference))
+        )
+        check_bar(
+            "save_whole, above the baseline on rank 1 of 2",
+            yours,
+            3 * max(whole_bytes([p], 2) for p in parameters),
+            plain=shard_bytes(parameters, 1),
+            reference=theirs,
+            formula="3 x the largest parameter; plain is the whole model",
+            cause="every rank gathers the whole model for itself",
+        )
+
+    @pytest.mark.survives("save_whole", "whole")
+    def test_a_full_disk_raises_on_every_rank_and_leaves_no_half_file(
+        self, answer, world, tmp_path
+    ):
+        """Rank 0 has no room: without a file from before, and with one."""
+        path = tmp_path / "whole.pt"
+        _raises_on_all(world.run(answer, ranks_whole.save_whole_without_room, path))
+        cause = "it is written in place: half a file is there under its name"
+        check_equal(path.exists(), False, "whether the file is there", cause=cause)
+        torch.save({"weight": torch.arange(200.0)}, path)
+        _raises_on_all(world.run(answer, ranks_whole.save_whole_without_room, path))
+        check_equal(list(load_file(path)), ["weight"], "names in the file from before", cause=cause)
+
+    @pytest.mark.survives("save_whole", "whole")
+    @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_rank"])
+    def test_the_file_from_before_stays_until_the_new_one_is_complete(
+        self, answer, world, tmp_path
+    ):
+        """Killed at each file operation of save_whole."""
+        (found,) = world.run(answer, ranks_whole.killed_save_whole, tmp_path)
+        new = sorted(Tiny().state_dict())
+        check_equal(found[-1][1], new, "names in the file", cause="it is not the model's")
+        for when, names in found:
+            check(
+                names in (["from before"], new),
+                expected=f"names of the file from before, or those of the model, {when}",
+                got=names,
+                cause="the file is written in place, or taken away before the new one is there",
+            )
+
+    @pytest.mark.survives("load_whole", "together")
+    @pytest.mark.parametrize("bad_rank", [0, 1])
+    def test_every_rank_raises_where_one_cannot_read(self, answer, world, tmp_path, bad_rank):
+        """The file is missing for one rank, as where a disk is not mounted on its machine."""
+        path = tmp_path / "whole.pt"
+        torch.save(Tiny().state_dict(), path)
+        paths = path, tmp_path / "not_there"
+        _raises_on_all(world.run(answer, ranks.fails_on_one, "load_whole", *paths, bad_rank))
+
+    @pytest.mark.survives("load_whole", "Raises")
+    def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):
+        """A weight or a buffer too few, one too many, another shape."""
+        state, name = tied().state_dict(), "blocks.0.up.weight"
+        files: dict[str, tuple[str, dict[str, Any]]] = {
+            "a_name_too_few": (name, {n: v for n, v in state.items() if n != name}),
+            "a_buffer_too_few": ("scale", {n: v for n, v in state.items() if n != "scale"}),
+            "a_name_too_many": (f"{name}.more", {**state, f"{name}.more": torch.ones(3)}),
+            "another_shape": (name, {**state, name: state[name][:-1].clone()}),
+            "the_shape_turned": (name, {**state, name: state[name].T.clone()}),
+        }
+        about: list[tuple[Path, str]] = []
+        for kind, (word, values) in files.items():
+            torch.save(values, tmp_path / f"{kind}.pt")
+            about.append((tmp_path / f"{kind}.pt", word))
+        world.run(answer, ranks_whole.refuses_files, about)
+
+
+def _raises_on_all(raised: list[str]) -> None:
+    __tracebackhide__ = True
+    cause = "an error is swallowed, or the ranks do not tell each other"
+    check_equal([*map(bool, raised)], [True] * 2, "whether each rank raises", cause=cause)
