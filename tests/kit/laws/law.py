@@ -16,7 +16,7 @@ tried, that mistake is the cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -89,7 +89,7 @@ class Law:
     _mistakes: dict[str, ModuleType | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.groups: dict[str, list[str]] = {}  # names of scenarios, by the spec that yields them
+        self.groups: dict[str, list[str]] = {}  # names of scenarios
         self.scenarios: dict[str, Callable[[], World]] = {}
 
     def spec(self, *precisions: str) -> Callable[[Any], Any]:
@@ -99,20 +99,28 @@ class Law:
         """
 
         def with_scenarios(function: Any) -> Any:
-            made = {
-                f"{name}, {precision}": twisted(self.base, in_precision(precision), *twists)
-                for name, *twists in function(None)
-                for precision in precisions
-            } or {name: twisted(self.base, *twists) for name, *twists in function(None)}
-            self.groups[function.__name__] = [*made]
-            self.scenarios |= made
-            return as_spec(function, lambda _, answer, device: self._hold(answer, device, [*made]))
+            group = function.__name__
+            self.add(group, function(None), *precisions)
+            return as_spec(function, lambda _, answer, device: self.hold(answer, device, group))
 
         return with_scenarios
 
-    def _hold(self, answer: ModuleType, device: torch.device, chosen: Sequence[str]) -> None:
-        """Fail unless the answer does as the oracle in each of these scenarios."""
+    def add(self, group: str, rows: Iterable[tuple[Any, ...]], *precisions: str) -> None:
+        """Have scenarios, rows as a spec yields them, to which a spec can hold an answer."""
+        made = {
+            f"{name}, {precision}" if precision else name: twisted(
+                self.base, *([in_precision(precision)] if precision else []), *twists
+            )
+            for name, *twists in rows
+            for precision in precisions or ("",)
+        }
+        self.groups[group] = [*made]
+        self.scenarios |= made
+
+    def hold(self, answer: ModuleType, device: torch.device, group: str) -> None:
+        """Fail unless the answer does as the oracle in each scenario of the group."""
         __tracebackhide__ = True
+        chosen = self.groups[group]
         found: list[Difference] = []
         for scenario in chosen:
             try:
