@@ -28,6 +28,7 @@ from torch import Tensor
 from kit.answers.catalogue import Entry
 from kit.laws import differences as words
 from kit.laws.checks import SpecFailure, fail
+from kit.laws.compare import NEAR, same
 from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Import, suspects
 from kit.laws.trace import (
@@ -41,8 +42,6 @@ from kit.laws.trace import (
 )
 from kit.laws.twists import in_precision, twisted
 
-_NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
-_EXACT = 1e-9  # of numbers that nobody rounds
 _NOTHING = "nothing"  # an observable that was not seen
 
 # (observable, when): nothing is asked of an observable that matches, in such a world.
@@ -82,7 +81,7 @@ class Law:
     free: tuple[Free, ...]
     clauses: Mapping[str, str | int]
     meanings: Mapping[str, str] = field(default_factory=lambda: MEANINGS)
-    rounding: Callable[[World], float] = lambda _: _NEAR
+    rounding: Callable[[World], float] = lambda _: NEAR
     stride: int = 2
     _right: dict[str, Trace] = field(default_factory=dict)
     _guesses: dict[tuple[str, str], Trace | None] = field(default_factory=dict)
@@ -270,35 +269,6 @@ def _narrowed(scenario: str, name: str, want: Any, got: Any, near: float) -> Dif
             if not same(got.get(key), want.get(key), near):
                 return Difference(scenario, f"{name} of {key}", want.get(key), got.get(key))
     return Difference(scenario, name, want, got)
-
-
-def same(one: Any, other: Any, near: float = _NEAR) -> bool:
-    """Whether two observed values agree: tensors as vectors, nearly; the rest by ==."""
-    if isinstance(one, Described) and isinstance(other, Described):
-        return one.kind == other.kind and same(one.value, other.value, near)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and _near(one, other, near)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k], near) for k in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(
-            same(a, b, near) for a, b in zip(one, other, strict=True)
-        )
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= _EXACT * abs(other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _near(one: Tensor, other: Tensor, near: float) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    one, other = one.double(), other.double()
-    finite = other.isfinite()
-    if not torch.equal(one.isfinite(), finite):
-        return False
-    error = (one - other)[finite].norm()
-    return bool(error <= near * other[finite].norm() + 1e-12)
 
 
 def _shown(value: Any, beside: Any = None) -> str:

@@ -1,0 +1,42 @@
+"""Whether two observed values agree: bits where nobody rounds, nearly where sums are formed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kit.laws.trace import Described
+
+NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
+_EXACT = 1e-9  # of numbers that nobody rounds
+
+
+def same(one: Any, other: Any, near: float = NEAR) -> bool:
+    """Whether two observed values agree: tensors as vectors, nearly; the rest by ==."""
+    if isinstance(one, Described) and isinstance(other, Described):
+        return one.kind == other.kind and same(one.value, other.value, near)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and _near(one, other, near)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k], near) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(
+            same(a, b, near) for a, b in zip(one, other, strict=True)
+        )
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= _EXACT * abs(other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _near(one: Tensor, other: Tensor, near: float) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    one, other = one.double(), other.double()
+    finite = other.isfinite()
+    if not torch.equal(one.isfinite(), finite):
+        return False
+    error = (one - other)[finite].norm()
+    return bool(error <= near * other[finite].norm() + 1e-12)
