@@ -21,12 +21,12 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-        runs          once in the call, without a graph; once more in backward, with one
+        runs          once in the call, and once more in backward if that needs what was computed
         gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
                       require one, of parameters, and of other leaves that `function` uses; where
                       several meet in one tensor, in any order
-        data          parameters get theirs though no argument requires one; a function in which
-                      nothing does stops no other gradient
+        data          parameters get theirs even if no argument requires one; a function without
+                      gradients stops no others
         kept          until backward the arguments, and nothing computed from them
         freed         after backward nothing is left, without the garbage collector
         random state  the second run draws what the first drew; all else draws as after one run
@@ -43,9 +43,9 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         args: tensors of any dtype; other things are handed on as they are.
 
     Raises:
-        RuntimeError if an argument is changed in place, by `function` or, as backward notices,
-        afterwards. TypeError for a tensor inside a list, tuple or dict, given or returned
-        inside a tuple.
+        RuntimeError if an argument is changed in place: from the call if `function` does it, from
+        backward if it happens later. TypeError for a tensor hidden in a list, tuple or dict, given
+        or returned; the result itself may be a tuple.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros.
@@ -155,4 +155,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub be37a332e092
+# untouched stub 358cfa7ac633

@@ -9,38 +9,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import SpecFailure, check_equal, check_raises
-from kit.laws.endings import ENDINGS
-from specs.segment_checkpointing.worlds import (
-    as_plain,
-    big_chain,
-    chain,
-    check_bytes,
-    data,
-    leaf,
-    loss_of,
-    peak_of,
-    plain_call,
-    probed,
-    refuses,
-)
+from kit.laws.checks import check_equal, check_raises
+from kit.laws.endings import ENDINGS, check_ending
+from specs.segment_checkpointing import worlds as w
 
 Pair, NAME = namedtuple("Pair", ["first", "second"]), object()
 
 
 def dropouts(count):
-    return nn.ModuleList(probed(nn.Linear(5, 5), nn.Dropout(0.4)) for _ in range(count))
+    return nn.ModuleList(w.probed(nn.Linear(5, 5), nn.Dropout(0.4)) for _ in range(count))
 
 
 class TestPart2SecondRun:
     @pytest.mark.works("checkpoint", "random state")
-    @as_plain("the second run draws other numbers, or its state or the first one's is put back")
+    @w.as_plain("the second run draws other numbers, or its state or the first one's is put back")
     def test_random_numbers_are_as_after_one_run(self):
-        x, layers = leaf(13, 5), dropouts(3)
+        x, fixed, layers = w.leaf(13, 5), w.data(13, 5), dropouts(3)
         yield "dropout", lambda call: call(layers[0], x)
         yield "a row", lambda c: c(layers[2], c(layers[1], c(layers[0], x)))
         yield "one layer twice", lambda c: c(layers[0], F.dropout(c(layers[0], x), 0.3))
         noise = lambda a: a.exp() * torch.rand_like(a)  # noqa: E731
+        yield "a function without arguments", lambda c: c(lambda: layers[0](fixed))
         yield "a function that draws", lambda c: c(noise, x * 1)
         part = dropouts(1).eval()
         part[0][3].train()
@@ -51,20 +40,18 @@ class TestPart2SecondRun:
 
     @pytest.mark.gpu
     @pytest.mark.works("checkpoint", "random state")
-    @as_plain("the state of the cuda generator is not restored, or not put back")
+    @w.as_plain("the state of the cuda generator is not restored, or not put back")
     def test_random_numbers_of_the_gpu_are_as_after_one_run(self):
-        x, layers = leaf(13, 5), dropouts(2)
+        x, layers = w.leaf(13, 5), dropouts(2)
         yield "dropout", lambda c: c(layers[1], c(layers[0], x))
 
     @pytest.mark.exact("checkpoint", "autocast")
-    @as_plain("the second run or the backward pass has another autocast than in the plain call")
+    @w.as_plain("the second run or the backward pass has another autocast than in the plain call")
     def test_autocast_is_as_in_the_first_run(self):
         """A wrong dtype changes gradients by some 0.5 % only: hence dtypes and bits."""
-        layer, model, x = nn.Linear(7, 7), probed(nn.Linear(7, 7)), leaf(11, 7)
-        block, off = (
-            partial(torch.autocast, x.device.type),
-            torch.autocast(x.device.type, enabled=False),
-        )
+        layer, model, x = nn.Linear(7, 7), w.probed(nn.Linear(7, 7)), w.leaf(11, 7)
+        block = partial(torch.autocast, x.device.type)
+        off = block(enabled=False)
         twice = lambda a: layer(layer(a).tanh())  # noqa: E731
 
         def inside(block, function):
@@ -86,7 +73,7 @@ class TestPart2SecondRun:
         def off_inside(call):
             with bfloat16:
                 out = inside(off, model)(call)
-                loss_of(out).backward()
+                w.loss_of(out).backward()
             return out.detach()
 
         yield "off, backward inside of bfloat16", off_inside
@@ -97,16 +84,16 @@ class TestPart2SecondRun:
         def cast_before(call):  # pytorch#112583: in torch 2.6 a copy without a graph is found
             with bfloat16:
                 out = cast(call(cast, bits))
-                loss_of(out).backward()
+                w.loss_of(out).backward()
             return out.detach()
 
         yield "a weight inside and outside", cast_before
 
     @pytest.mark.exact("checkpoint", "result")
-    @as_plain("gradients go to other outputs than theirs, or a result is not what was returned")
+    @w.as_plain("gradients go to other outputs than theirs, or a result is not what was returned")
     def test_arguments_and_results_are_handed_on(self):
         """Small integers, and sizes that are powers of two: sums are the same in every order."""
-        a, b, which = leaf(5), leaf(5), torch.tensor([3, 1, 3])
+        a, b, which = w.leaf(5), w.leaf(5), torch.tensor([3, 1, 3])
 
         def mixture(call):
             def function(a, none, scale, b, which, *rest):
@@ -119,27 +106,27 @@ class TestPart2SecondRun:
 
         yield "tensors and other things", mixture
         x = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0], [-7.0, 8.0]], requires_grad=True)
-        w = torch.tensor(2.0, requires_grad=True)
+        v = torch.tensor(2.0, requires_grad=True)
 
         def all_of(function, change=lambda item: item):
             def step(call):
                 out = call(function, x)
                 outputs = map(change, out if isinstance(out, tuple) else (out,))
-                return sum(n * loss_of(item) for n, item in enumerate(outputs, 1))
+                return sum(n * w.loss_of(item) for n, item in enumerate(outputs, 1))
 
             return step
 
-        yield "views of one tensor", all_of(lambda x: (x * w).unbind(0))
-        yield "a view that was changed", all_of(lambda x: (x * w)[:].relu_())
-        yield "the argument itself", all_of(lambda x: (x, (x * w).view(-1), x[2:]))
-        yield "a tuple of one", all_of(lambda x: (x * w,))
-        yield "a namedtuple", all_of(lambda x: Pair(x * w, (x - w).exp()))
-        yield "one tensor twice", all_of(lambda x: (y := x * w, y))
+        yield "views of one tensor", all_of(lambda x: (x * v).unbind(0))
+        yield "a view that was changed", all_of(lambda x: (x * v)[:].relu_())
+        yield "the argument itself", all_of(lambda x: (x, (x * v).view(-1), x[2:]))
+        yield "a tuple of one", all_of(lambda x: (x * v,))
+        yield "a namedtuple", all_of(lambda x: Pair(x * v, (x - v).exp()))
+        yield "one tensor twice", all_of(lambda x: (y := x * v, y))
 
         changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
-        yield "changed in place", changed(lambda x: x * w)
-        yield "two of them changed in place", changed(lambda x: (x * w, x + w))
-        yield "a slice changed in place", changed(lambda x: (x * w)[1:])
+        yield "changed in place", changed(lambda x: x * v)
+        yield "two of them changed in place", changed(lambda x: (x * v, x + v))
+        yield "a slice changed in place", changed(lambda x: (x * v)[1:])
 
     @pytest.mark.saves("checkpoint", 3)
     def test_nested_checkpoints_save_at_both_levels(self, answer, reference, device):
@@ -148,7 +135,7 @@ class TestPart2SecondRun:
         Bar: 3 inputs of the inner ones, and one more of that size (an output that is there
         again) + the plain peak of 4 layers.
         """
-        layers, x = big_chain(12, device)
+        layers, x = w.big_chain(12, device)
 
         def peak(call, layers=layers):
             def outer(y):
@@ -156,32 +143,32 @@ class TestPart2SecondRun:
                     y = call(nn.Sequential(*layers[start : start + 4]), y)
                 return y
 
-            step = lambda: loss_of(call(outer, x)).backward()  # noqa: E731
-            return peak_of(step, device, layers, x)
+            step = lambda: w.loss_of(call(outer, x)).backward()  # noqa: E731
+            return w.peak_of(step, device, layers, x)
 
-        calls = answer.checkpoint, reference.checkpoint, plain_call
-        limit = 4 * x.nbytes + peak(plain_call, layers[:4])
+        calls = answer.checkpoint, reference.checkpoint, w.plain_call
+        limit = 4 * x.nbytes + peak(w.plain_call, layers[:4])
         title, formula = "peak of 12 layers, nested", "4 inputs + the plain peak of 4 layers"
         cause = "the inner checkpoints do nothing when they run inside another"
-        check_bytes(title, peak, calls, limit, formula, cause)
+        w.check_bytes(title, peak, calls, limit, formula, cause)
 
     @pytest.mark.survives("checkpoint", 1)
-    @as_plain("zeros stand in for the gradient that is not there, or others take its place")
+    @w.as_plain("zeros stand in for the gradient that is not there, or others take its place")
     def test_an_output_that_is_not_used_gets_no_gradient(self):
         """sqrt has an infinite derivative at 0, and 0 times infinity is NaN."""
-        x, w = (
+        x, v = (
             torch.tensor([0.0, 1.0, 4.0], requires_grad=True),
             torch.tensor(2.0, requires_grad=True),
         )
-        outputs = lambda t: (t * 3, t.sqrt(), w.exp() * t)  # noqa: E731
+        outputs = lambda t: (t * 3, t.sqrt(), v.exp() * t)  # noqa: E731
         yield "output 0 is used", lambda c: c(outputs, x)[0]
         yield "output 1 is used", lambda c: c(lambda t: outputs(t)[2:] + outputs(t)[:2], x)[1]
         yield "output 2 is used", lambda c: c(lambda t: outputs(t)[1:] + outputs(t)[:1], x)[2]
 
     @pytest.mark.survives("checkpoint", 2)
-    @as_plain("an output that is a parameter or a buffer loses its gradient, or its values")
+    @w.as_plain("an output that is a parameter or a buffer loses its gradient, or its values")
     def test_a_parameter_or_a_buffer_may_be_returned(self):
-        weight, x, fixed = leaf(5), leaf(3, 5), data(5)
+        weight, x, fixed = w.leaf(5), w.leaf(3, 5), w.data(5)
 
         def leaf_of(result):  # before backward, which would start itself again without end
             cause = "a tensor that is returned as it is becomes part of the graph: detach it"
@@ -189,14 +176,14 @@ class TestPart2SecondRun:
             return result
 
         both = lambda t: ((t * weight).exp(), weight, fixed)  # noqa: E731
-        yield "both, in a tuple", lambda c: sum(map(loss_of, leaf_of(c(both, x))))
+        yield "both, in a tuple", lambda c: sum(map(w.loss_of, leaf_of(c(both, x))))
         yield "a parameter alone", lambda c: leaf_of(c(lambda t: weight, x)) * 3
 
     @pytest.mark.survives("checkpoint", 3)
-    @as_plain("what one checkpoint keeps is overwritten by another: it belongs on its own node")
+    @w.as_plain("what one checkpoint keeps is overwritten by another: it belongs on its own node")
     def test_a_checkpoint_may_stand_inside_another(self):
-        x = leaf(13, 5)
-        layers = chain(6, x.device)[0]
+        x = w.leaf(13, 5)
+        layers = w.chain(6, x.device)[0]
 
         def step(call):
             inner = lambda y: layers[2](call(layers[1], y))  # noqa: E731
@@ -206,10 +193,10 @@ class TestPart2SecondRun:
         yield "three deep", step
 
     @pytest.mark.survives("checkpoint", 4)
-    @as_plain("the first backward pass uses up what the second one needs")
+    @w.as_plain("the first backward pass uses up what the second one needs")
     def test_backward_works_again_where_the_graph_is_retained(self):
-        x, index = leaf(13, 5), torch.tensor([2, 0, 1])
-        layers = chain(2, x.device)[0]
+        x, index = w.leaf(13, 5), torch.tensor([2, 0, 1])
+        layers = w.chain(2, x.device)[0]
 
         def step(call):
             def function(y, scale, rows, none):
@@ -218,8 +205,8 @@ class TestPart2SecondRun:
                 return y, layers[1](y), scale
 
             first, second, _ = call(function, x, 3, index, None)
-            loss_of(first).backward(retain_graph=True)
-            loss_of(second).backward(retain_graph=True)
+            w.loss_of(first).backward(retain_graph=True)
+            w.loss_of(second).backward(retain_graph=True)
             return first
 
         yield "each output, and the first again", step
@@ -230,66 +217,57 @@ class TestPart2SecondRun:
     @pytest.mark.parametrize("end", [end for end in ENDINGS if end != "success"])
     @pytest.mark.parametrize("run", [1, 2])
     def test_an_error_in_either_run_comes_through(self, answer, device, run, end):
-        layer, runs, came, planted = nn.Linear(5, 5).to(device), [], None, ENDINGS[end]
-        x, after = draw.randn(3, 5, device=device, requires_grad=True), []
+        layer, x = nn.Linear(5, 5).to(device), draw.randn(3, 5, device=device, requires_grad=True)
+        runs, after = [], []
 
-        def function(a):
-            runs.append(1)
-            out = F.dropout(layer(a), 0.5)
-            if len(runs) == run:
-                raise planted
-            return out.exp()
+        def step(ends):
+            def function(a):
+                runs.append(1)
+                out = F.dropout(layer(a), 0.5)
+                return (ends() if len(runs) == run else None, out.exp())[1]
 
-        try:
-            loss = loss_of(answer.checkpoint(function, x))
+            loss = w.loss_of(answer.checkpoint(function, x))
             draw.seed(8)
             after.append(draw.next_random(device))
             draw.seed(8)
             loss.backward()
-        except (NotImplementedError, SpecFailure):
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            came = error
-        cause = "an error or Ctrl-C is kept from the caller, or another one made of it"
-        check_equal(repr(came), repr(planted), "the error that comes out", cause=cause)
+
+        check_ending(step, end, lambda: None)
         cause = "what is set for the second run is not put back when it fails: use `with`"
         for numbers in after:
             check_equal(draw.next_random(device), numbers, "the next random numbers", cause=cause)
 
     @pytest.mark.survives("checkpoint", "Raises")
-    @refuses("arguments are kept on ctx: only save_for_backward looks for changes in place")
+    @w.refuses("arguments are kept on ctx: only save_for_backward looks for changes in place")
     def test_refuses_an_argument_that_was_changed_since(self):
-        x, b, index, z = leaf(5), data(5), torch.arange(3), data(3, dtype=torch.complex64)
+        for which, name in enumerate(ARGUMENTS):
 
-        def later(which):
-            def step(call):
-                args = (h := x * 1), b, index, z
+            def step(call, which=which):
+                args = arguments()
                 loss = call(lambda a, b, i, c: (a * b).exp()[i] * c.real, *args).sum()
                 loss.backward(retain_graph=True)
                 with torch.no_grad():
-                    (*args, h[1:])[which].add_(1)
+                    (*args, args[0][1:])[which].add_(1)
                 loss.backward()
 
-            return step
-
-        for which, name in enumerate(ARGUMENTS):
-            yield f"{name} is changed before backward", RuntimeError, later(which)
+            yield f"{name} is changed before backward", RuntimeError, step
 
     @pytest.mark.survives("checkpoint", "Raises")
-    @refuses("no version (tensor._version) is compared before and after the first run")
+    @w.refuses("no version (tensor._version) is compared before and after the first run")
     def test_refuses_a_function_that_changes_its_argument(self):
-        x, b, index, z = leaf(5), data(5), torch.arange(3), data(3, dtype=torch.complex64)
+        for which, name in enumerate(ARGUMENTS):
 
-        def within(which):
-            def function(a, b, i, c):
+            def function(a, b, i, c, which=which):
                 (a, b, i, c, a[1:])[which].add_(1)
                 return (a * b).exp()[i] * c.real
 
-            return lambda call: call(function, x * 1, b, index, z)
-
-        for which, name in enumerate(ARGUMENTS):
-            yield f"the function changes {name}", RuntimeError, within(which)
-        yield "an in-place layer", RuntimeError, lambda call: call(nn.ReLU(inplace=True), x * 1)
+            yield (
+                f"the function changes {name}",
+                RuntimeError,
+                lambda c, f=function: c(f, *arguments()),
+            )
+        in_place = lambda call: call(nn.ReLU(inplace=True), arguments()[0])  # noqa: E731
+        yield "an in-place layer", RuntimeError, in_place
 
     @pytest.mark.survives("checkpoint", "Raises")
     def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
@@ -305,6 +283,11 @@ class TestPart2SecondRun:
                 check_raises(call, TypeError, mentions=[kind], when=f"{when} that is returned")
         cause = "arguments are looked at after the first run"
         check_equal(len(runs), 0, "runs of a function that is refused its arguments", cause=cause)
+
+
+def arguments():
+    complexes = w.data(3, dtype=torch.complex64)
+    return w.leaf(5) * 1, w.data(5), torch.arange(3), complexes
 
 
 ARGUMENTS = ("the input", "a tensor without gradient", "indices", "complex numbers", "a view of it")

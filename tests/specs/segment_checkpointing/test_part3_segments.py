@@ -10,48 +10,36 @@ import torch
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_equal, check_raises
+from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mlp
-from specs.segment_checkpointing.worlds import (
-    big_chain,
-    cause_of,
-    chain,
-    check_bytes,
-    check_not_torchs_own,
-    data,
-    leaf,
-    loss_of,
-    observe,
-    peak_of,
-    plain,
-)
+from specs.segment_checkpointing import worlds as w
 
 # Layers and segments: whole divisions, rests of one and of many, and both ends.
 DIVISIONS = [(1, 1), (4, 2), *((7, s) for s in range(1, 8)), (11, 4), (14, 9), (50, 8)]
 
 
 def plain_chain(layers, x, segments):
-    return plain(layers, x)
+    return w.plain(layers, x)
 
 
-@scenarios("the plain step", cause_of)
+@scenarios("the plain step", w.cause_of)
 def as_chain(answer, device, name, layers, x, segments, before=nn.Identity()):  # noqa: B008
     calls = (plain_chain, answer.run_in_segments)
     step = lambda call: call(layers, before(x), segments)  # noqa: E731
-    want, got = (observe(call, step, device) for call in calls)
+    want, got = (w.observe(call, step, device) for call in calls)
     return got, want
 
 
 @scenarios("runs")
 def runs(answer, device, name, count, segments, what, want):
     """What is to be known of the layers that ran, in the call and again in backward."""
-    layers, log = chain(count, device)
+    layers, log = w.chain(count, device)
     out = answer.run_in_segments(layers, draw.randn(13, 5, device=device), segments)
     called = log[:]
     if out.requires_grad:
         with torch.enable_grad():
-            loss_of(out).backward()
+            w.loss_of(out).backward()
     again = log[len(called) :]
     starts = [n for n, number in enumerate(again) if n == 0 or number != again[n - 1] + 1]
     lengths = [stop - start for start, stop in pairwise([*starts, len(again)])]
@@ -60,35 +48,36 @@ def runs(answer, device, name, count, segments, what, want):
     return seen[what], want
 
 
+@scenarios("segments + ceil(layers / segments), or what is no number of segments")
+def peaks(answer, device, name, count):
+    sums = {n: n + math.ceil(count / n) for n in range(1, count + 1)}
+    got = answer.best_segments(count)
+    return sums[got] if type(got) is int and got in sums else repr(got), min(sums.values())
+
+
 class TestPart3Segments:
     @pytest.mark.works("run_in_segments", "gradients")
     @as_chain("a border cuts the graph, or layers are left out where the division leaves a rest")
     def test_every_layer_gets_the_plain_gradients_to_the_bit(self):
-        """With dropout, and in eval mode."""
-        x = leaf(13, 5)
+        x, kinds = w.leaf(13, 5), (list, tuple, nn.ModuleList, lambda ls: nn.Sequential(*ls))
         for count, segments in DIVISIONS:
-            layers = chain(count, x.device)[0]
+            layers = w.chain(count, x.device)[0]
             yield f"{count} layers in {segments} segments", layers, x, segments
-        yield "eval mode", chain(5, x.device)[0].eval(), x, 2
+        yield "eval mode", w.chain(5, x.device)[0].eval(), x, 2
+        for kind, name in zip(kinds, ("list", "tuple", "ModuleList", "Sequential"), strict=True):
+            first, *layers = w.chain(4, x.device)[0]
+            yield f"a {name}, with one layer twice", kind([first, *layers, first]), x, 3
 
     @pytest.mark.works("run_in_segments", "written here")
     def test_segments_are_not_torchs_own(self, answer, device):
-        layers, x = chain(7, device)[0], draw.randn(13, 5, device=device)
-        check_not_torchs_own(lambda: loss_of(answer.run_in_segments(layers, x, 3)).backward())
+        layers, x = w.chain(7, device)[0], draw.randn(13, 5, device=device)
+        w.check_not_torchs_own(lambda: w.loss_of(answer.run_in_segments(layers, x, 3)).backward())
 
     @pytest.mark.works("best_segments", "peak")
-    def test_best_segments_has_the_lowest_peak(self, answer):
-        """The least of segments + ceil(layers / segments) over all numbers of segments."""
+    @peaks("the sum of the two is least near the root of the number of layers")
+    def test_best_segments_has_the_lowest_peak(self):
         for count in (*range(1, 40), 64, 143, 144, 145, 1000):
-            peaks = {n: n + math.ceil(count / n) for n in range(1, count + 1)}
-            got = answer.best_segments(count)
-            check(
-                type(got) is int and peaks.get(got) == min(peaks.values()),
-                expected=f"for {count} layers an int, a number of segments whose peak is "
-                f"{min(peaks.values())} activations",
-                got=f"{got!r}, whose peak is {peaks.get(got)}",
-                cause="the sum of the two is least near the root of the number of layers",
-            )
+            yield f"{count} layers", count
 
     @pytest.mark.exact("run_in_segments", "sizes")
     @runs("the rest of the division goes to one segment, which then sets the peak")
@@ -118,25 +107,16 @@ class TestPart3Segments:
     @pytest.mark.exact("run_in_segments", "gradients")
     @as_chain("the first segment is left out of the graph, or cut off what was before")
     def test_the_input_need_not_require_a_gradient(self):
-        x = data(13, 5)
-        layers, words = chain(6, x.device)[0], chain(6, x.device)[0]
+        x = w.data(13, 5)
+        layers, words = w.chain(6, x.device)[0], w.chain(6, x.device)[0]
         yield "numbers", layers, x, 3
         words[0] = nn.Embedding(17, 5)
         yield "indices", words, torch.arange(13), 3
         yield "unequal widths", mlp(5, 9, 2, 7, device=x.device), x, 3
-        frozen = chain(6, x.device)[0]
+        frozen = w.chain(6, x.device)[0]
         frozen[:4].requires_grad_(False)
         yield "frozen layers first", frozen, x, 3
         yield "frozen layers first, from another layer", frozen, x, 4, nn.Linear(5, 5)
-
-    @pytest.mark.exact("run_in_segments", "layers")
-    @as_chain("layers are known by what they are, not by where they stand")
-    def test_layers_may_be_any_sequence_and_one_may_stand_there_twice(self):
-        x, kinds = leaf(13, 5), (list, tuple, nn.ModuleList, lambda ls: nn.Sequential(*ls))
-        for name, kind in zip(("list", "tuple", "ModuleList", "Sequential"), kinds, strict=True):
-            layers = [*chain(5, x.device)[0]]
-            layers[3] = layers[0]
-            yield name, kind(layers), x, 3
 
     @pytest.mark.saves("run_in_segments", "peak")
     @pytest.mark.parametrize(("count", "segments"), [(16, 4), (14, 3), (13, 5), (16, 16)])
@@ -150,11 +130,11 @@ class TestPart3Segments:
         for trained in (True, False):
             largest = math.ceil(count / segments)
             peak = partial(_peak, trained, device)
-            check_bytes(
+            w.check_bytes(
                 f"peak of {count} layers, segments = {segments}",
                 lambda run, peak=peak: peak(run, count, segments),
                 (answer.run_in_segments, reference.run_in_segments, plain_chain),
-                segments * big_chain(1, device)[1].nbytes + peak(plain_chain, largest, 1),
+                segments * w.big_chain(1, device)[1].nbytes + peak(plain_chain, largest, 1),
                 f"{segments} inputs + the plain peak of {largest} of the layers",
                 "a segment is larger than it need be, or the first run builds a graph",
             )
@@ -169,13 +149,13 @@ class TestPart3Segments:
         best = lambda kata, n=144: peak(kata.run_in_segments, n, kata.best_segments(n))  # noqa: E731
         limit, formula = best(answer, 16) * (144 / 16) ** 0.6, "the peak of 16 layers x 9 ** 0.6"
         cause = "the number of segments does not grow with the depth, or segments do not help"
-        check_bytes("peak of 144 layers", best, (answer, reference), limit, formula, cause)
+        w.check_bytes("peak of 144 layers", best, (answer, reference), limit, formula, cause)
 
     @pytest.mark.survives("run_in_segments", "Raises")
-    @pytest.mark.parametrize("bad", [(7, 0), (7, -2), (7, 8), (0, 1), (0, 0), (3, 10)])
+    @pytest.mark.parametrize("bad", [(7, 0), (7, -2), (7, 8), (0, 1), (0, 0), (3, 10)], ids=str)
     def test_refuses_a_number_of_segments_that_does_not_fit(self, answer, device, bad):
         count, segments = bad
-        layers, log = chain(count, device)
+        layers, log = w.chain(count, device)
         call = partial(answer.run_in_segments, layers, draw.randn(3, 5, device=device), segments)
         mentions = [segments, count] if count else [0]
         when = f"for {segments} segments of {count} layers"
@@ -191,7 +171,7 @@ class TestPart3Segments:
 
 
 def _peak(trained, device, run, count, segments):
-    layers, x = big_chain(count, device)
+    layers, x = w.big_chain(count, device)
     x = x if trained else x.detach()
-    step = lambda: loss_of(run(layers, x, segments)).backward()  # noqa: E731
-    return peak_of(step, device, layers, x)
+    step = lambda: w.loss_of(run(layers, x, segments)).backward()  # noqa: E731
+    return w.peak_of(step, device, layers, x)

@@ -124,11 +124,7 @@ def described(result):
 
 
 def observe(call, step, device, runs=1):
-    """One forward and backward pass, and what is seen of it. Gradients start at None.
-
-    Args:
-        runs: how often each forward pass is counted; 2 where all of them are to come twice.
-    """
+    """One forward and backward pass, where forward runs count so often; gradients start at None."""
     things, noted = used(step), Call(call)
     leaves = named(things)
     modules = [thing for thing in things.values() if isinstance(thing, nn.Module)]
@@ -152,8 +148,8 @@ def observe(call, step, device, runs=1):
         "the random numbers after the backward pass": draw.next_random(device),
         "random state of Python as before": random.getstate() == random.Random(29).getstate(),
         "a graph under no_grad": loss.requires_grad and not torch.is_grad_enabled(),
-        "is_leaf": {name: leaf.is_leaf for name, leaf in leaves.items()},
-        "requires_grad": {name: leaf.requires_grad for name, leaf in leaves.items()},
+        "is_leaf, requires_grad": {n: (t.is_leaf, t.requires_grad) for n, t in leaves.items()},
+        "modules": [(repr(m), sorted(vars(m))) for model in modules for m in model.modules()],
         "noted in the run with a graph": sorted({str(note) for note in noted.notes}),
         "runs (shape, dtype, autocast, training)": Counter(
             str(run) for probe in probes for run in probe.forwards * runs
@@ -181,10 +177,8 @@ def raised(step, kind):
         step()
     except (NotImplementedError, SpecFailure):
         raise
-    except kind:
-        return kind.__name__
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return kind.__name__ if isinstance(error, kind) else repr(error)
     return "no error"
 
 
@@ -214,9 +208,6 @@ def refuses(answer, device, name, kind, step):
     return raised(lambda: step(answer.checkpoint), kind), kind.__name__
 
 
-# Memory
-
-
 def zero_grads(*things):
     """Put gradients in place, so that a peak is one of activations; returns what is known."""
     for part in named({str(number): thing for number, thing in enumerate(things)}).values():
@@ -234,12 +225,7 @@ def check_bytes(title, read, calls, limit, formula, cause):
 
 def bytes_left(step, device, *known):
     """What reads the bytes after a step with a call, which keeps what is put into a list."""
-
-    def read(call):
-        kept = []
-        return measure(partial(step, call, kept), device, known=known).retained
-
-    return read
+    return lambda call: measure(partial(step, call, []), device, known=known).retained
 
 
 def peak_of(step, device, *known):
