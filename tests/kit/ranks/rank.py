@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import importlib
 import io
 import os
 import signal
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,7 @@ from kit.answers.loading import load
 from kit.answers.reset_torch import reset_torch
 from kit.laws import checks, draw
 from kit.laws.checks import Bar
+from kit.laws.untouched import watch
 from kit.memory import gpu
 from kit.private_torch import collective_count
 from kit.ranks.wire import dumps, loads, pack_error
@@ -155,6 +158,7 @@ class _Member:
         self._rank, self._size = rank, size
         self._group = dist.group.WORLD
         self._answers: dict[str, ModuleType] = {}
+        self._guarded: list[ModuleType] = []
         self._streams = {name: _Stream(send, name, rank) for name in ("stdout", "stderr")}
 
     def run(self, path: str, data: bytes) -> Report:
@@ -169,6 +173,7 @@ class _Member:
                 self._answers[path] = load(Path(path))
             answer = self._answers[path]
             program, arguments = loads(data, answer)
+            self._guard(answer, program)
             result = program(answer, self._rank, *arguments)
             reset_torch()
             failed, data = False, dumps(result, answer)
@@ -179,6 +184,16 @@ class _Member:
         for stream in self._streams.values():
             stream.end_line()
         return Report(failed, data, list(checks.bars), calls - before if calls >= 0 else -1)
+
+    def _guard(self, answer: ModuleType, program: Callable[..., object]) -> None:
+        """Watch what the contract leaves alone, if changes.py beside the program asks for it."""
+        if answer in self._guarded:
+            return
+        self._guarded.append(answer)
+        name = f"{program.__module__.rpartition('.')[0]}.changes"
+        changes = importlib.import_module(name) if find_spec(name) else None
+        if getattr(changes, "ON_RANKS", False):
+            watch(answer, vars(changes)["CHANGES"])
 
     def step(self) -> InStep:
         """Add up a few numbers with the other ranks."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from specs.fsdp_wrap.shapes import SHAPES, Shape, made, reader
+from kit.ranks.shapes import SHAPES, Shape, made, reader
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -117,6 +117,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "stale gradients": Case(script=("stale", "step")),
         "two groups": Case(script=("stale", "step", "step"), make_optimizer=in_groups),
         "a plain step after it": Case(script=("step", "plain")),
+        "dropout in eval mode": Case(DROP, script=STEP, train=False),
     },
     "norm": {
         "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
@@ -126,6 +127,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "clip": {
         "clipped": Case(script=STEPS, step=CLIP),
+        "clipped to 2": Case(script=STEP, step={"max_norm": 2.0}),
         "max_norm inf": Case(script=STEP, step={"max_norm": math.inf}),
         "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
         "two groups": Case(script=STEPS[:2], step=CLIP, make_optimizer=in_groups),
@@ -167,6 +169,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "kept, checkpoint": Case(DROP, KEPT | CHECKPOINT, script=STEP, step=LAST),
         "a plain step after it": Case(script=("step", "plain"), step=LAST),
         "an error": Case(script=("fails", "plain"), step=LAST),
+        "Ctrl-C": Case(script=("fails", "plain"), step=LAST, error=KeyboardInterrupt),
     },
 }
 CASES = {

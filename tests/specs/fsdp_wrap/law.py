@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kit.laws.checks import Suspects, check_close, check_equal, fail
-from kit.laws.untouched import watch
 from kit.ranks.world import World
 from specs.fsdp_wrap.cases import GROUPS
-from specs.fsdp_wrap.changes import CHANGES
 from specs.fsdp_wrap.play import Alone, Trace, alone, seen, vector
 
 # bfloat16 has 8 bits, 1 / 256 in each number: of 150 seeds the worst came to 2.7 % of the gradient.
@@ -29,6 +27,7 @@ CAUSES = {
     "names": "a wrapper stands between a module and its parameters",
     "dtype of the output": "what the model returns is left in bfloat16, so a loss has 8 bits",
     "kind of": "a DTensor, a number of Python, or a tensor that keeps its graph is returned",
+    "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",
     "forwards": "checkpoint=True is not followed with these options, or blocks run once too often",
     "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping",
 }
@@ -42,9 +41,6 @@ def hold(answer: Any, world: World, group: str, *, cause: str) -> None:
 
 def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
     __tracebackhide__ = True
-    if not hasattr(answer, "is_watched"):
-        watch(answer, CHANGES)
-        answer.is_watched = True
     names = [f"{group}: {name}" for name in GROUPS[group]]
     size = dist.get_world_size()
     found = {name: first(seen(answer, rank, name), alone(name, rank, size)) for name in names}
@@ -89,7 +85,7 @@ def _alike(got: Any, want: Any, near: float) -> bool:
 def _fail(one: Alone, observable: str, got: Any, where: str, cause: str) -> None:
     __tracebackhide__ = True
     likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
-    want, suspects = one.trace[observable], {}
+    want, suspects = one.trace.get(observable), {}
     what = f"{observable} ({where})"
     if one.contributions and observable in (f"loss of {one.first}", f"gradients of {one.first}"):
         suspects = guesses(one, observable)

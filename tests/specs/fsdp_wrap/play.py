@@ -63,6 +63,7 @@ class _Play:
         self.model.to(device()).train(case.train)
         self.start = weights(self.model)
         self.runs: dict[str, int] = {}
+        self.dtypes: set[torch.dtype] = set()
         self.trace: Trace = {}
         self._count_runs()
 
@@ -76,9 +77,10 @@ class _Play:
 
     def _watch(self, name: str, block: nn.Module) -> None:
         leaf = next(m for m in block.modules() if not [*m.children()])
-        leaf.register_forward_pre_hook(lambda *_: self._ran(name))
+        leaf.register_forward_pre_hook(lambda _, args: self._ran(name, dtype=args[0].dtype))
 
-    def _ran(self, name: str, times: int = 1) -> None:
+    def _ran(self, name: str, times: int = 1, dtype: Any = None) -> None:
+        self.dtypes.add(dtype or self.case.wrap.get("dtype", torch.float32))
         if torch.is_grad_enabled():
             self.runs[name] = self.runs.get(name, 0) + times
 
@@ -95,6 +97,7 @@ class _Play:
                 is_pending = False
             if self.runs and event != "fails":
                 self.trace[f"forwards of blocks in {label}"] = dict(self.runs)
+        self.trace["dtypes inside blocks"] = self.dtypes
         self.trace["weights"] = weights(self.model)
         return self.trace
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from kit.laws.checks import check, check_equal, check_raises
 from kit.private_torch import forward_hooks
+from kit.ranks.shapes import Outer, nested
 from kit.ranks.toys import FEATURES, WIDTH, Block, Model, make
 from specs.fsdp_wrap.cases import adamw
-from specs.fsdp_wrap.shapes import Outer, nested
 
 
 class Bad(NamedTuple):

@@ -1,86 +1,14 @@
-"""Models of other shapes than the plain one, with the classes of their blocks."""
+"""Models that notice dtypes, weigh their inputs, or are hardly padded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.ranks.toys import FEATURES, OUTPUTS, Block, make
-
-Shape = tuple[nn.Module, Any]  # the model and its block_types
-
-
-class Outer(nn.Module):
-    """A block with a block inside, and parameters of its own before and after it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, width)
-        self.inner = Block(width)
-        self.gain = nn.Parameter(torch.full((width,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(self.gate(x))) * self.gain
-
-
-class Deep(Block):
-    """A block of a subclass, around a block that is around one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.outer = Outer(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.outer(x))
-
-
-class Twice(nn.Module):
-    """One block that runs twice, and stands in the tree at two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(FEATURES, 13)
-        self.first = Block(13)
-        self.other = Block(13)
-        self.again = self.first
-        self.head = nn.Linear(13, OUTPUTS)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.again(self.other(self.first(self.embed(inputs)))))
-
-
-class Talker(nn.Module):
-    """A block with keywords only, which returns more than one tensor; two weights are one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one = nn.Linear(width, width)
-        self.two = nn.Linear(width, width)
-        self.two.weight = self.one.weight
-
-    def forward(self, *, x: Tensor, seen: dict[str, Tensor], scale: float) -> Any:
-        y = torch.tanh(self.one(x)) * scale
-        return y + self.two(y), {"sum": seen["sum"] + y.sum(-1, keepdim=True)}
-
-
-class Talk(nn.Module):
-    """Blocks that pass on a tuple; the head, which is a block too, comes first in the tree."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = Block(OUTPUTS)
-        self.blocks = nn.ModuleDict({"a": Talker(FEATURES), "b": Talker(FEATURES)})
-        self.out = nn.Linear(FEATURES, OUTPUTS)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x, seen = inputs, {"sum": torch.zeros_like(inputs[:, :1])}
-        for block in self.blocks.values():
-            x, seen = block(x=x, seen=seen, scale=0.7)
-        return self.head(self.out(x)) + seen["sum"]
+from kit.ranks.toys import FEATURES
 
 
 class Tall(nn.Module):
@@ -163,68 +91,3 @@ class WatchedModel(nn.Module):
             "keywords of the model": more["shift"].dtype,
         }
         return {"out": (out, out + more["shift"]), "places": places}
-
-
-def nested() -> Shape:
-    draw.seed(4)
-    layers = [Outer(13), Deep(13)]
-    return nn.Sequential(nn.Linear(FEATURES, 13), *layers, nn.Linear(13, OUTPUTS)), (Block, Outer)
-
-
-def only_blocks() -> Shape:
-    """The root has no parameters of its own."""
-    draw.seed(4)
-    return nn.Sequential(nn.Linear(FEATURES, 13), nn.Tanh(), nn.Linear(13, OUTPUTS)), nn.Linear
-
-
-def frozen() -> Shape:
-    """All of a block that backward goes through, one weight of another, and a part of the root's
-    unit, in which two weights are one.
-    """
-    names = ["blocks.0", "blocks.1.up.weight", "embed.weight", "head"]
-    return make(blocks=2, tied=True, frozen=names), Block
-
-
-def frozen_beginning() -> Shape:
-    """Backward comes to an end before the first block."""
-    return make(blocks=2, frozen=["embed", "blocks.0"]), Block
-
-
-def a_block_twice() -> Shape:
-    draw.seed(4)
-    return Twice(), Block
-
-
-def talking() -> Shape:
-    draw.seed(4)
-    return Talk(), (Talker, Block)
-
-
-def root_of_the_class() -> Shape:
-    draw.seed(4)
-    inner = nn.Sequential(nn.Linear(FEATURES, 13), nn.Tanh())
-    return nn.Sequential(inner, nn.Linear(13, OUTPUTS)), nn.Sequential
-
-
-def made(**options: Any) -> Callable[[], Shape]:
-    """The small model of the kit with these options."""
-    return lambda: (make(**options), Block)
-
-
-def reader() -> Shape:
-    """From tokens (samples, length) to (samples, length, 3)."""
-    draw.seed(4)
-    return nn.Sequential(nn.Embedding(11, 13), Block(13), nn.Linear(13, OUTPUTS)), Block
-
-
-SHAPES: dict[str, Callable[[], Shape]] = {
-    "odd sizes": made(blocks=2),
-    "frozen": frozen,
-    "frozen beginning": frozen_beginning,
-    "tied in the root": made(tied=True),
-    "nested": nested,
-    "only blocks": only_blocks,
-    "a block twice": a_block_twice,
-    "keywords and tuples": talking,
-    "the root is of the class": root_of_the_class,
-}

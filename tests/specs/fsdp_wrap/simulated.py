@@ -12,23 +12,16 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import check, check_bar
-from kit.laws.toys import Block as LargeBlock
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
 from kit.ranks.collectives import Collective, collectives
-from kit.ranks.shards import (
-    part,
-    rounded,
-    shard_bytes,
-    units,
-    whole_bytes,
-)
+from kit.ranks.shapes import Shape
+from kit.ranks.shards import part, rounded, shard_bytes, units
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import FEATURES, OUTPUTS, Block, data, make
 from specs.fsdp_wrap.cases import adamw
-from specs.fsdp_wrap.plan import LargeModel, rehearse
-from specs.fsdp_wrap.shapes import Shape, Tall
+from specs.fsdp_wrap.shapes import Tall
 
 
 class Books(NamedTuple):
@@ -263,35 +256,3 @@ def activations_of_wide(samples: int, itemsize: int) -> int:
     row, hidden = itemsize * samples * WIDE, itemsize * samples * (3 * WIDE + 1)
     block = 2 * rounded(row) + rounded(hidden) + 2 * rounded(4 * samples)
     return WIDE_BLOCKS * block + 2 * rounded(row) + 2 * rounded(hidden) + 6 * rounded(20 * samples)
-
-
-def billions(answer: Any) -> tuple[str, int, int, int]:
-    """Four billion parameters on 64 ranks: a title, the peak, its limit, and that of one process.
-
-    Few blocks, because a dry run takes as long as it has operations: 4 of 4.2 GB.
-    """
-    make_model = functools.partial(LargeModel, layers=4, width=10240, words=1000)
-    with torch.device("meta"):
-        model = make_model()
-    *blocks, root = (whole_bytes(unit, 64) for unit in units(model, LargeBlock))
-
-    def wrapped(model: nn.Module, over: Any) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = answer.wrap(model, over, LargeBlock, adamw)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()  # it makes the state, as a step before would
-        return optimizer
-
-    peak = rehearse(wrapped, make_model, 64, (1, 256), steps=1)[0].peak
-    activations = _activations_of_billions(make_model)
-    plain, state = (4 * shard_bytes(model.parameters(), ranks) for ranks in (1, 64))
-    limit = 1.02 * (state + 5 * max(blocks) + root + activations)
-    numel = sum(p.numel() for p in model.parameters())
-    return f"peak on 64 ranks of {numel:,} parameters", peak, int(limit), plain + activations
-
-
-@functools.cache
-def _activations_of_billions(make_model: Any) -> int:
-    """Those of one process, whose optimizer has no state and makes no tensor."""
-    alone = lambda model, over: torch.optim.SGD(model.parameters(), foreach=False)  # noqa: E731
-    return rehearse(alone, make_model, 1, (1, 256), steps=1)[0].most["activations"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kit.laws.checks import check_bar, check_close, check_equal
+from kit.ranks.shapes import SHAPES, nested
 from kit.ranks.shards import units
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block, make
@@ -13,7 +14,7 @@ from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap import simulated
 from specs.fsdp_wrap.cases import adamw
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.shapes import SHAPES, Watched, WatchedModel, nested
+from specs.fsdp_wrap.shapes import Watched, WatchedModel
 from specs.fsdp_wrap.simulated import books, check_calls, planned, wide
 
 BF16 = torch.bfloat16
@@ -29,13 +30,15 @@ class TestPart2Mixed:
 
     @pytest.mark.exact("wrap", "bfloat16")
     @pytest.mark.parametrize(
-        ("ranks", "shape"),
-        [(8, wide), (64, wide), (8, nested), (8, SHAPES["frozen"])],
-        ids=["8", "64", "nested", "frozen"],
+        ("ranks", "shape", "checkpoint"),
+        [(8, wide, False), (64, wide, False), (8, nested, False), (8, SHAPES["frozen"], False)]
+        + [(8, wide, True)],
+        ids=["8", "64", "nested", "frozen", "checkpoint"],
     )
-    def test_gathers_bfloat16_and_reduces_float32(self, answer, device, ranks, shape):
+    def test_gathers_bfloat16_and_reduces_float32(self, answer, device, ranks, shape, checkpoint):
         """As many calls as in float32; what is gathered has half the bytes."""
-        calls = books(answer, device, ranks, shape=shape, dtype=BF16).calls
+        options = {"checkpoint": True} if checkpoint else {}
+        calls = books(answer, device, ranks, shape=shape, dtype=BF16, **options).calls
         want = planned(shape, ranks, dtype=BF16)
         check_calls(calls, want, what=f"a step in bfloat16 on {ranks} ranks")
 

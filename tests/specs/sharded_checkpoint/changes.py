@@ -1,3 +1,4 @@
 """What a function may change after all: state_dict hooks come with the first state dict."""
 
 CHANGES = dict.fromkeys(("save", "load", "save_whole", "load_whole"), ("hooks of modules",))
+ON_RANKS = True

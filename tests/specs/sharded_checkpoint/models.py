@@ -15,27 +15,11 @@ from torch.optim import Optimizer
 from kit.laws import draw
 from kit.laws.toys import mse
 from kit.ranks.rank import device
+from kit.ranks.shapes import Deep, Outer, Twice
 from kit.ranks.shards import full, mesh, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze, make
 
 SEED = 6
-
-
-class Outer(nn.Module):
-    """A block with a block inside, and parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-        self.inner = Block()
-        self.gate = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * torch.tanh(self.gate(x)) + self.shift
-
-
-class Sub(Block):
-    """A block of a subclass."""
 
 
 class Nested(nn.Module):
@@ -49,7 +33,7 @@ class Nested(nn.Module):
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
         self.head = nn.Linear(WIDTH, OUTPUTS)
-        self.outer = nn.Sequential(Outer(), Sub())
+        self.outer = nn.Sequential(Outer(WIDTH), Deep(WIDTH))
         self.embed = nn.Linear(FEATURES, WIDTH)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -89,6 +73,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Model,
     "tied and frozen": tied_and_frozen,
     "blocks in blocks": Nested,
+    "a block twice": Twice,
 }
 BLOCK_TYPES = (Block, Outer)
 

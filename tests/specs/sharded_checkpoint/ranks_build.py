@@ -123,10 +123,15 @@ def built_once(answer: Any, rank: int) -> None:
         seen.append(torch.empty(1).device.type)
         return Model()
 
-    answer.build(make_model, mesh(), BLOCK_TYPES, init, momentum)
+    def make_optimizer(parameters: Any) -> Optimizer:
+        seen.append("an optimizer")
+        return momentum(parameters)
+
+    answer.build(make_model, mesh(), BLOCK_TYPES, init, make_optimizer)
     seen.append(torch.empty(1).device.type)
     cause = "make_model is called with memory, or twice, or meta is not left again"
-    check_equal(seen, ["meta", "cpu"], "devices of new tensors", cause=cause)
+    want = ["meta", "an optimizer", "cpu"]
+    check_equal(seen, want, "devices of new tensors, and optimizers", cause=cause)
 
 
 def peak_of_build(answer: Any, rank: int, width: int, blocks: int, over: Any = None) -> int:

@@ -11,17 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from specs.sharded_checkpoint.disk import (
-    Copies,
-    before_each_write,
-    different,
-    no_room,
-)
-from specs.sharded_checkpoint.models import (
-    move,
-    small,
-    state,
-)
+from kit.ranks.disk import Copies, before_each_write, different, no_room
+from specs.sharded_checkpoint.models import move, small, state
 from specs.sharded_checkpoint.ranks import error_of, ordinary
 
 

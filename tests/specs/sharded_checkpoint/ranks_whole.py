@@ -10,22 +10,10 @@ from typing import Any
 import torch
 
 from kit.laws.checks import check_close, check_equal
+from kit.ranks.disk import Copies, before_each_write, load_file, no_room, slow
 from kit.ranks.rank import device
 from kit.ranks.shards import weights
-from specs.sharded_checkpoint.disk import (
-    Copies,
-    before_each_write,
-    load_file,
-    no_room,
-    slow,
-)
-from specs.sharded_checkpoint.models import (
-    momentum,
-    sharded,
-    small,
-    step,
-    tied,
-)
+from specs.sharded_checkpoint.models import momentum, sharded, small, step, tied
 from specs.sharded_checkpoint.ranks import error_of, refuses
 
 

@@ -87,6 +87,16 @@ class TestPart2SaveAndLoad:
         cause = "the ranks do not tell each other what they have found"
         check_equal([*map(bool, raised)], [True, True], "whether each rank raises", cause=cause)
 
+    @pytest.mark.survives("save", "together")
+    @pytest.mark.parametrize("bad_rank", [0, 1])
+    def test_all_ranks_save_or_none_where_one_refuses(self, answer, world, tmp_path, bad_rank):
+        """One rank sees a folder with step 9 in it, and step 5 is to be saved."""
+        world.run(answer, ranks.saves_once, tmp_path / "newer", 9)
+        paths = tmp_path / "run", tmp_path / "newer"
+        raised = world.run(answer, ranks.fails_on_one, "save", *paths, bad_rank)
+        cause = "the ranks do not tell each other what they have found"
+        check_equal(bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as 1", cause=cause)
+
 
 def _check_peaks(call: str, answer: Any, reference: Any, world: Any, folder: Path) -> None:
     __tracebackhide__ = True

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kit.laws.checks import check, check_equal
+from kit.ranks.disk import different
 from specs.sharded_checkpoint import ranks_interrupted
-from specs.sharded_checkpoint.disk import different
 
 
 class TestPart3SaveInterrupted:

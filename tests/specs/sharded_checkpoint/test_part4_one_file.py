@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kit.laws.checks import check, check_bar, check_equal
+from kit.ranks.disk import load_file
 from kit.ranks.shards import shard_bytes, whole_bytes
 from kit.ranks.toys import make
 from specs.sharded_checkpoint import ranks, ranks_whole
-from specs.sharded_checkpoint.disk import load_file
 from specs.sharded_checkpoint.models import Tiny, tied
 
 WIDTH = 48
