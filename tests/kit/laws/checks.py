@@ -210,12 +210,16 @@ def check_bar(
     reference: int | None = None,
     suspects: Suspects | None = None,
 ) -> None:
-    """Fail if `yours` is over `limit`; either way the bar is shown. All numbers are bytes."""
+    """Fail if `yours` is over `limit`; either way the bar is shown. All numbers are bytes.
+
+    A suspect may be a function that measures; it runs only after a failure.
+    """
     __tracebackhide__ = True
     bars.append(Bar(title, int(yours), int(limit), plain, reference, formula))
     if yours <= limit:
         return
-    belief = next((b for b, value in (suspects or {}).items() if yours == value), None)
+    given = {b: v() if callable(v) else v for b, v in (suspects or {}).items()}
+    belief = next((b for b, value in given.items() if yours == value), None)
     fail(
         expected=f"{title} of at most {human(int(limit))} ({formula})",
         got=human(int(yours)),

@@ -62,6 +62,12 @@ def watch(answer: ModuleType, changes: Mapping[str, tuple[str, ...]]) -> None:
                     setattr(value, method, _guarded(full, function, changes.get(full, ())))
 
 
+def observed(*values: Any) -> dict[str, Any]:
+    """What is in force, and what modules, optimizers and tensors carry: to compare two moments."""
+    looks = [look for part in _parts([*values], set()) for look in _looks(part)]
+    return _in_force() | {observable: look() for observable, look in looks}
+
+
 def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -149,6 +155,8 @@ def _parts(values: list[Any], seen: set[int]) -> Iterator[Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
+        if isinstance(value, nn.Module) and "_modules" not in vars(value):
+            continue  # its constructor has only begun
         if isinstance(value, (nn.Module, Optimizer, Tensor)):
             yield value
         elif isinstance(value, (list, tuple)):

@@ -212,37 +212,44 @@ class _Frozen:
 
 
 class _Buffers:
-    """The buffers of a block as its forward found them, as far as it changed them."""
+    """The buffers of modules as the first run found them."""
 
-    def __init__(self, block: nn.Module) -> None:
-        clones: dict[int, Tensor] = {}
-        self.found: list[tuple[nn.Module, str, Tensor]] = []
-        for module in block.modules():
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.found: list[tuple[nn.Module, str, Tensor | None]] = []
+        storages: dict[int, torch.UntypedStorage] = {}
+        for module in dict.fromkeys(m for top in modules for m in top.modules()):
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in clones:
-                        clones[id(buffer)] = buffer.detach().clone()
-                    self.found.append((module, name, clones[id(buffer)]))
-
-    def forget_unchanged(self) -> None:
-        self.found = [
-            (module, name, old)
-            for module, name, old in self.found
-            if (new := module._buffers.get(name)) is not None
-            and not (new.shape == old.shape and torch.equal(new, old))
-        ]
+                if not nn.parameter.is_lazy(buffer):
+                    self.found.append((module, name, _moved(buffer, storages)))
 
     @contextmanager
-    def as_found(self) -> Iterator[None]:
-        now = [(module, name, module._buffers[name]) for module, name, _ in self.found]
-        copies = {id(old): old.clone() for _, _, old in self.found}
+    def as_found(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        tree = list(dict.fromkeys(m for top in modules for m in top.modules()))
+        now = [(module, dict(module._buffers)) for module in tree]
+        storages: dict[int, torch.UntypedStorage] = {}
         try:
+            for module in tree:
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = _moved(buffer, storages)
             for module, name, old in self.found:
-                module._buffers[name] = copies[id(old)]
+                module._buffers[name] = _moved(old, storages)
             yield
         finally:
-            for module, name, buffer in now:
-                module._buffers[name] = buffer
+            for module, buffers in now:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def _moved(buffer: Tensor | None, storages: dict[int, torch.UntypedStorage]) -> Tensor | None:
+    """The same view of a copy of the storage; each storage is copied once."""
+    if buffer is None:
+        return None
+    storage = buffer.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = storage.clone()
+    new = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+    where = buffer.storage_offset(), buffer.size(), buffer.stride()
+    return new.set_(storages[storage._cdata], *where)
 
 
 def _may_hold(op: Any) -> bool:
@@ -370,38 +377,68 @@ class _Holding(TorchDispatchMode):
 
 
 class _Call:
-    """One call of a block's forward. Called once by the forward pass, it runs on the arguments
-    themselves; called again by the backward pass, on what they, the buffers and the modes were."""
+    """One call of a function. Called once by the forward pass, it runs on the arguments themselves;
+    called again by the backward pass, on what they, the state and the modes were."""
 
     def __init__(
         self,
-        block: nn.Module,
         forward: Callable[..., Any],
         keep: frozenset[Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        state: Iterable[nn.Module | torch.Generator],
     ) -> None:
         self.forward = forward
         self.live: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.frozen = _Frozen((args, kwargs))
-        self.modes = _modes_of([block])
-        self.buffers = _Buffers(block)
+        self.modules = [part for part in state if isinstance(part, nn.Module)]
+        self.modes = _modes_of(self.modules)
+        self.buffers = _Buffers(self.modules)
+        self.generators = [(g, g.get_state()) for g in state if isinstance(g, torch.Generator)]
         self.holding = _Holding(keep) if keep else None
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self.live is not None:
             (args, kwargs), self.live = self.live, None
             with self.holding.run(replaying=False) if self.holding else nullcontext():
-                result = self.forward(*args, **kwargs)
-            self.buffers.forget_unchanged()
-            return result
+                return self.forward(*args, **kwargs)
         args, kwargs = self.frozen.thaw(tensors)
         with (
             _in_modes(self.modes),
-            self.buffers.as_found(),
+            _from(self.generators),
+            self.buffers.as_found(self.modules),
             self.holding.run(replaying=True) if self.holding else nullcontext(),
         ):
             return self.forward(*args, **kwargs)
+
+
+@contextmanager
+def _from(generators: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+    now = [(generator, generator.get_state()) for generator, _ in generators]
+    for generator, state in generators:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in now:
+            generator.set_state(state)
+
+
+def recompute(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    state: Iterable[nn.Module | torch.Generator] = (),
+    **kwargs: Any,
+) -> Any:
+    parts = tuple(state)
+    for part in parts:
+        if not isinstance(part, (nn.Module, torch.Generator)):
+            raise TypeError(f"state must hold modules and generators, not {part!r}")
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    call = _Call(function, frozenset(), args, kwargs, parts)
+    return checkpoint(call, *call.frozen.give_tensors(), use_reentrant=False)
 
 
 def _forward(
@@ -414,7 +451,7 @@ def _forward(
 ) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    call = _Call(block, forward, keep, args, kwargs)
+    call = _Call(forward, keep, args, kwargs, [block])
     return checkpoint(call, *call.frozen.give_tensors(), use_reentrant=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -35,33 +35,52 @@ DEAR: frozenset[Any] = frozenset(
 
 
 class _Recomputation:
-    """Context of a recomputation: the modules are as they were, and what they write is dropped.
+    """Context of the second run: modules and generators are as the first run found them.
 
-    Their training flags are those of the forward pass, even if eval() was called since. Their
-    buffers are stood in for by copies, so that the running statistics are not updated again.
+    Training flags are those of then, even if eval() was called since. What it writes to buffers is
+    dropped, so that running statistics are not updated again.
     """
 
-    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
-        self.training = [(m, m.training) for m in module.modules()]
+    def __init__(
+        self,
+        modules: Iterable[nn.Module] = (),
+        generators: Iterable[torch.Generator] = (),
+        inner: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        tree = list({id(m): m for module in modules for m in module.modules()}.values())
+        self.training = [(m, m.training) for m in tree]
+        made = [
+            (m, {n: b for n, b in m._buffers.items() if not nn.parameter.is_lazy(b)}) for m in tree
+        ]
+        memo = {id(m): m for m in tree}  # modules stay, buffers are copied
+        self.buffers = copy.deepcopy(made, memo)
+        self.states = [(g, g.get_state()) for g in generators]
         self.inner = nullcontext() if inner is None else inner
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            copies: dict[int, Tensor] = {}  # a buffer that two modules share stays shared
             for module, training in self.training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
-                stack.callback(module._buffers.update, dict(module._buffers))
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and not buffer.requires_grad:
-                        if id(buffer) not in copies:
-                            copies[id(buffer)] = buffer.clone()
-                        module._buffers[name] = copies[id(buffer)]
+            for generator, state in self.states:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            memo = {id(m): m for m, _ in self.training}
+            for module, found in copy.deepcopy(self.buffers, memo):
+                now = dict(module._buffers)
+                stack.callback(_put, module, now)
+                rest = {n: b.clone() for n, b in now.items() if n not in found and b is not None}
+                _put(module, {**now, **found, **rest})
             stack.enter_context(self.inner)
             self.stack = stack.pop_all()
 
     def __exit__(self, *exc: object) -> None:
         self.stack.__exit__(*exc)
+
+
+def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
 
 
 # Parts 1 to 3
@@ -83,7 +102,7 @@ def _checkpointed(
     # The tensors go by position: only those are saved as autograd saves tensors, which frees them
     # in nested checkpoints and notices it if they are modified in place.
     def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _Recomputation(module)
+        return nullcontext(), _Recomputation([module])
 
     return checkpoint(run, module, x, mask, use_reentrant=False, context_fn=context_fn)
 
@@ -261,23 +280,55 @@ class _CheckpointedForward:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
 
-        # The first run gets the caller's own objects, a recomputation copies of them as they were.
-        # Leaves go by position, whatever their names, so that checkpoint sees all tensors.
-        leaves, spec = tree_flatten(_snapshot((args, kwargs), {}))
-        original: list[Any] = [(args, kwargs)]
+        return _run_twice(self.forward, args, kwargs, [self.block], (), self.keep)
 
-        def run(*leaves: Any) -> Any:
-            if original:
-                own_args, own_kwargs = original.pop()
-            else:
-                own_args, own_kwargs = tree_unflatten(_snapshot(list(leaves), {}), spec)
-            return self.forward(*own_args, **own_kwargs)
 
-        def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            forward_context, recompute_context = _selective_contexts(self.keep)
-            return forward_context, _Recomputation(self.block, recompute_context)
+def _run_twice(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    modules: Iterable[nn.Module],
+    generators: Iterable[torch.Generator],
+    keep: frozenset[Any],
+) -> Any:
+    # The first run gets the caller's own objects, the second one copies of them as they were.
+    # Leaves go by position, whatever their names, so that checkpoint sees all tensors.
+    leaves, spec = tree_flatten(_snapshot((args, kwargs), {}))
+    original: list[Any] = [(args, kwargs)]
 
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
+    def run(*leaves: Any) -> Any:
+        if original:
+            own_args, own_kwargs = original.pop()
+        else:
+            own_args, own_kwargs = tree_unflatten(_snapshot(list(leaves), {}), spec)
+        return function(*own_args, **own_kwargs)
+
+    def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, second = _selective_contexts(keep)
+        return first, _Recomputation(modules, generators, second)
+
+    return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
+
+
+def recompute(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    state: Iterable[nn.Module | torch.Generator] = (),
+    **kwargs: Any,
+) -> Any:
+    modules: list[nn.Module] = []
+    generators: list[torch.Generator] = []
+    for part in state:
+        if isinstance(part, nn.Module):
+            modules.append(part)
+        elif isinstance(part, torch.Generator):
+            generators.append(part)
+        else:
+            raise TypeError(f"state: neither a module nor a generator: {part!r}")
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return _run_twice(function, args, kwargs, modules, generators, frozenset())
 
 
 def checkpoint_blocks(

@@ -1,219 +1,164 @@
-"""A model with a checkpoint for each block: values, how often blocks run, and bytes."""
-
-from __future__ import annotations
-
-import functools
+"""A model with a checkpoint for each block: values, runs, the same bits, and bytes."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_equal
-from specs.checkpointed_model.common import (
-    WIDTH,
-    back,
-    by_hand,
-    held_after_backward,
-    held_after_forward,
-    inputs,
+from kit.laws.checks import check, check_close, check_equal
+from kit.laws.scenarios import scenarios
+from specs.checkpointed_model.large import (
+    CASES,
+    as_without,
+    check_limit,
+    held,
+    inside,
+    large,
     large_inputs,
+    of_model,
     one_input,
-    peak_of_block,
-    peak_of_model,
-    runs_of,
+    peak,
+    whole_step,
 )
+from specs.checkpointed_model.steps import SHAPE, WIDTH, autocast
 
 
-@functools.cache
-def held_by(module, device: torch.device, *, use: bool = True) -> int:
-    model = module.LargeModel(5, WIDTH, dropout=0.25, use_checkpoint=use).to(device)
-    return held_after_forward(model, large_inputs(device))
+def by_hand(block, x, mask=None):
+    """What a block computes, from its weights."""
+    hidden = F.relu(F.linear(x, block.up.weight, block.up.bias))
+    hidden = F.dropout(hidden, block.dropout.p, block.training)
+    update = F.linear(hidden, block.down.weight, block.down.bias)
+    return (x + (update if mask is None else torch.where(mask.unsqueeze(-1), update, 0.0))).detach()
+
+
+@scenarios("number of parameters, and dropout of each block")
+def holds(answer, device, words, parameters, rates):
+    model = eval(words, {"LargeModel": answer.LargeModel, "Block": answer.MemoryIntensiveBlock})
+    blocks = getattr(model, "layers", [model])
+    got = [sum(p.numel() for p in model.parameters()), [block.dropout.p for block in blocks]]
+    return got, [parameters, rates]
 
 
 class TestPart1LargeModel:
-    subject = "LargeModel"
-
-    @pytest.mark.works
-    @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-    def test_a_block_adds_its_feed_forward_to_its_input(self, answer, device, training):
-        """x + down(dropout(relu(up(x)))), and nothing is added where the mask is False."""
-        block = answer.MemoryIntensiveBlock(WIDTH, dropout=0.25).to(device).train(training)
-        shapes = tuple(block.up.weight.shape), tuple(block.down.weight.shape)
-        cause = "the inside is not four times as wide"
-        check_equal(
-            shapes, ((4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)), "shapes of up and down", cause=cause
-        )
-        check_equal(block.dropout.p, 0.25, "dropout.p", cause="the argument is not handed on")
+    @pytest.mark.works("MemoryIntensiveBlock", "children")
+    @pytest.mark.parametrize("train", [True, False], ids=["training", "eval"])
+    def test_a_block_adds_its_feed_forward_to_its_input(self, answer, device, train):
+        """x + down(dropout(relu(up(x))))."""
+        block = answer.MemoryIntensiveBlock(WIDTH, dropout=0.25).to(device).train(train)
         children = sorted(name for name, _ in block.named_children())
         cause = "a layer has another name, or is a function where the contract has a child"
         check_equal(children, ["down", "dropout", "relu", "up"], "children", cause=cause)
-        x, mask = inputs(device), draw.rand(3, 5, device=device) < 0.6
-        for given in (None, mask):
-            draw.seed(3)
-            got = block(x, mask=given)
-            draw.seed(3)
-            want = by_hand(block, x, given)
-            what = "output" if given is None else "output under a mask"
-            cause = "the input is not added, something is left out, or the mask is turned round"
-            check_equal(got.detach(), want.detach(), what, cause=cause)
+        shapes = [tuple(block.up.weight.shape), tuple(block.down.weight.shape)]
+        want, cause = (
+            [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)],
+            "it is not four times as wide inside",
+        )
+        check_equal(shapes, want, "shapes of up and down", cause=cause)
+        x = draw.randn(*SHAPE, device=device)
+        draw.seed(3)
+        got = block(x)
+        draw.seed(3)
+        want = by_hand(block, x)
+        suspects = {"the input is not added": want - x}
+        suspects["dropout is left out"] = by_hand(block.eval(), x)
+        cause = "something is left out, or another is put in"
+        check_close(got, want, "output", cause=cause, suspects=suspects)
+
+    @pytest.mark.works("MemoryIntensiveBlock", "mask")
+    def test_a_mask_lets_the_input_through(self, answer, device):
+        block = answer.MemoryIntensiveBlock(WIDTH, dropout=0.0).to(device)
+        x, mask = draw.randn(*SHAPE, device=device), draw.rand(*SHAPE[:2], device=device) < 0.6
+        suspects = {"the mask is turned round": by_hand(block, x, ~mask)}
+        suspects["the mask is not used"] = by_hand(block, x)
+        want, cause = by_hand(block, x, mask), "something else is masked than the update"
+        check_close(block(x, mask=mask), want, "output", cause=cause, suspects=suspects)
         x[~mask] = 3e38 * block.up.weight[0].detach().sign()  # finite, and the update is not
-        got = block(x, mask=mask)[~mask].detach()
         cause = "the update is multiplied by the mask, and 0 times infinity is no number"
-        check_equal(got, x[~mask], "where the mask is False, and x very large", cause=cause)
+        check_equal(block(x, mask=mask)[~mask].detach(), x[~mask], "large inputs", cause=cause)
 
-    @pytest.mark.works
-    @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-    def test_a_model_is_its_blocks_one_after_another(self, answer, device, training):
-        model = answer.LargeModel(5, WIDTH, dropout=0.25).to(device).train(training)
-        check_equal(len(model.layers), 5, "len(layers)", cause="num_layers is not the number")
-        own = len({id(p) for p in model.layers.parameters()})
-        check_equal(
-            own, 5 * 4, "parameters", cause="one block is repeated, with one set of weights"
-        )
-        rates = [block.dropout.p for block in model.layers]
-        check_equal(rates, 5 * [0.25], "dropout of the blocks", cause="it is not handed on")
-        usual = [answer.LargeModel(1, WIDTH).layers[0], answer.MemoryIntensiveBlock(WIDTH)]
-        rates = [block.dropout.p for block in usual]
-        check_equal(rates, 2 * [0.1], "dropout by default", cause="that is another default")
-        x, mask = inputs(device), draw.rand(3, 5, device=device) < 0.6
-        for given in (None, mask):
-            draw.seed(3)
-            got = model(x, mask=given)
-            draw.seed(3)
-            want = x
-            for block in model.layers:
-                want = by_hand(block, want, given)
-            what = "output" if given is None else "output under a mask"
-            cause = "a block is left out, or runs out of order, or without its mask"
-            check_equal(got.detach(), want.detach(), what, cause=cause)
+    @pytest.mark.works("LargeModel", "num_layers")
+    @holds("a block is repeated, or an argument not handed on")
+    def test_a_model_has_blocks_of_its_own(self):
+        """A block has 4 * n * n weights twice, and biases of 4 * n and n."""
+        block = 8 * 16 * 16 + 5 * 16
+        yield "LargeModel(5, 16, dropout=0.25)", 5 * block, [0.25] * 5
+        yield "LargeModel(3, 16)", 3 * block, [0.1] * 3
+        yield "Block(16)", block, [0.1]
+        yield "LargeModel(1, 1, dropout=0.0)", 13, [0.0]
+        yield "LargeModel(2, 1, dropout=1.0, segment_size=2)", 26, [1.0] * 2
 
-    @pytest.mark.exact
-    def test_each_block_runs_once_more_in_training(self, answer, device):
-        """Once in the forward pass, once in the backward pass: 1, then 2 in all."""
-        model = answer.LargeModel(6, WIDTH).to(device)
-        runs = runs_of(model)
-        output = model(inputs(device))
-        cause = "blocks run more than once in the forward pass itself"
-        check_equal(runs.counts, 6 * [1], "runs of each block after the forward pass", cause=cause)
-        back(output)
-        check_equal(
-            runs.counts,
-            6 * [2],
-            "runs of each block after the backward pass",
-            cause="1: that block is not checkpointed, so all of its inside is held; 3: it has two"
-            " checkpoints; all on the last: a lambda looks its block up when it runs",
-        )
+    @pytest.mark.exact("LargeModel", "runs")
+    @as_without("it is not asked at each call whether to checkpoint, or not in this case")
+    def test_each_block_runs_once_more(self):
+        """Once in the forward pass, once in the backward pass; once in all in eval mode."""
+        yield "4 blocks", large()
+        yield "12 blocks", large(12)
+        yield "a mask", large(masks=1)
+        yield "autocast", large(outer=autocast(torch.bfloat16))
+        yield "frozen biases", large(frozen=lambda name: name.endswith("bias"))
+        late = lambda name: name.startswith(("layers.2.", "layers.3."))  # noqa: E731
+        yield "frozen blocks that gradients pass", large(frozen=late)
+        yield "all frozen, x with gradient", large(frozen=lambda name: True)
+        for name, options in {"eval": {"train": False}, "switched off": {"use": False}}.items():
+            yield name, large(**options), 1
+        for mode in (torch.no_grad, torch.inference_mode):
+            yield mode.__name__, large(outer=mode), 1
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize("when", ["eval", "no_grad", "inference_mode", "switched_off"])
-    def test_each_block_runs_once_where_nothing_is_recomputed(self, answer, device, when):
-        """huggingface/diffusers#10107: checkpoints that stay on in validation.
+    @pytest.mark.exact("LargeModel", "same bits")
+    @as_without("the second run draws other numbers, or sets a stream and does not put it back")
+    def test_changes_no_bit(self):
+        """huggingface/transformers#26221: a reentrant checkpoint loses gradients of parameters."""
+        yield "dropout", large()
+        yield "without dropout", large(dropout=0.0)
+        yield "x without gradient", large(grad=False)
+        yield "a mask", large(masks=1)
+        yield "one block", large(1)
 
-        In eval mode gradients can be on: the blocks run once all the same.
-        """
-        model = answer.LargeModel(6, WIDTH, use_checkpoint=when != "switched_off").to(device)
-        model.train(when != "eval")
-        runs = runs_of(model)
-        if when == "no_grad":
-            with torch.no_grad():
-                output = model(inputs(device))
-        elif when == "inference_mode":
-            with torch.inference_mode():
-                output = model(inputs(device))
-        else:
-            output = model(inputs(device))
-            back(output)
-        cause = (
-            "self.training, or use_checkpoint, is not asked: recomputing costs, and saves nothing"
-        )
-        check_equal(runs.counts, 6 * [1], f"runs of each block ({when})", cause=cause)
-        if when in ("no_grad", "inference_mode"):
-            cause = "gradients are switched on again inside"
-            check_equal(output.requires_grad, False, f"requires_grad ({when})", cause=cause)
+    @pytest.mark.exact("LargeModel", "keys")
+    def test_has_the_keys_of_the_blocks_alone(self, answer):
+        """pytorch/pytorch#77224: a wrapper's prefix keeps weights from being loaded."""
+        weights = [f"{child}.{name}" for child in ("down", "up") for name in ("bias", "weight")]
+        want = [f"layers.{number}.{name}" for number in range(3) for name in weights]
+        cause = "blocks are wrapped in other modules, or registered under a second name"
+        for size in (1, 2):
+            got = sorted(answer.LargeModel(3, WIDTH, segment_size=size).state_dict())
+            check_equal(got, want, "keys of state_dict()", cause=cause)
 
-    @pytest.mark.exact
-    @pytest.mark.parametrize(
-        "case", ["mask", "autocast", "input_with_gradient", "frozen_biases", "frozen_blocks"]
-    )
-    def test_recomputes_in_every_case(self, answer, device, case):
-        """A frozen block behind a trained one passes its gradient on, and so has an inside."""
-        model = answer.LargeModel(6, WIDTH).to(device)
-        if case == "frozen_blocks":
-            model.layers[1:].requires_grad_(False)
-        if case == "frozen_biases":
-            for block in model.layers:
-                block.up.bias.requires_grad_(False)
-        runs = runs_of(model)
-        mask = draw.rand(3, 5, device=device) < 0.6 if case == "mask" else None
-        x = inputs(device, grad=case == "input_with_gradient")
-        with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
-            output = model(x, mask=mask)
-        back(output)
-        cause = "checkpoints are left out in this case"
-        check_equal(runs.counts, 6 * [2], f"runs of each block ({case})", cause=cause)
+    @pytest.mark.saves("LargeModel", "peak")
+    @pytest.mark.parametrize("case", CASES)
+    def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, case):
+        """Of n blocks: n - 1 inputs (x is the baseline's), the output, its gradient, and that of a
+        block's input; besides, the block at work has its inside."""
+        for n in (5, 12):
+            check_limit(
+                f"peak above the baseline, {n} blocks, {case}",
+                (n + 2) * one_input(large_inputs(device)) + inside(answer, device),
+                f"({n} + 2) inputs + 1 inside",
+                lambda m, n=n: of_model(peak, m or answer, n, 1 if m else 0, device, case),
+                *(answer, reference),
+                cause="the insides of several blocks are there at once, or more than inputs is"
+                " held: one checkpoint around everything, or one for each layer",
+            )
 
-    @pytest.mark.saves
-    @pytest.mark.parametrize("layers", [5, 12], ids=["5_blocks", "12_blocks"])
-    def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, layers):
-        """(num_layers + 2) inputs + 1 inside.
-
-        The inside is measured on one plain block: forward, loss and backward. Two of the inputs are
-        room: for the loss, and for other ways to write the loop.
-        """
-        check_bar(
-            f"peak above the baseline, {layers} blocks",
-            peak_of_model(answer, layers, 1, device),
-            (layers + 2) * one_input(large_inputs(device)) + peak_of_block(answer, device),
-            plain=peak_of_model(reference, layers, 1, device, use=False),
-            reference=peak_of_model(reference, layers, 1, device),
-            formula=f"{layers + 2} inputs + 1 inside",
-            cause="the backward pass holds more than one block's inside at a time: one checkpoint"
-            " around everything, checkpoints around the layers within a block, or no checkpoint",
-        )
-
-    @pytest.mark.saves
-    def test_needs_less_than_half_of_the_plain_model(self, answer, reference, device):
-        """0.45 x the plain model's peak.
-
-        On the cpu a plain block holds 13 inputs: its own input, and 4 each for the result of the
-        ReLU, the mask of the dropout and their product. So 5 blocks take 69, and 21 checkpointed.
-        """
-        plain = peak_of_model(reference, 5, 1, device, use=False)
-        check_bar(
-            "peak above the baseline, 5 blocks",
-            peak_of_model(answer, 5, 1, device),
-            0.45 * plain,
-            plain=plain,
-            reference=peak_of_model(reference, 5, 1, device),
-            formula="0.45 x the plain model",
-            cause="the inside of all blocks is there at once",
-        )
-
-    @pytest.mark.saves
-    def test_holds_one_input_a_block_between_forward_and_backward(self, answer, reference, device):
-        """The input of each block but the first, which is the baseline's, and the output: 5 inputs.
-
-        The inside of a single block would be 12 more; the bar adds 2.
-        """
-        check_bar(
-            "held after the forward pass, 5 blocks",
-            held_by(answer, device),
-            7 * one_input(large_inputs(device)),
-            plain=held_by(reference, device, use=False),
-            reference=held_by(reference, device),
-            formula="(num_layers + 2) inputs",
+    @pytest.mark.saves("LargeModel", "held")
+    @pytest.mark.parametrize("case", CASES)
+    def test_holds_one_input_a_block_between_the_passes(self, answer, reference, device, case):
+        """Of 5 blocks 4 inputs, as x is the baseline's, and the output. The bar adds 2; the inside
+        of a single block would be 12 more."""
+        check_limit(
+            f"held between the passes, 5 blocks, {case}",
+            (5 + 2) * one_input(large_inputs(device)),
+            "(5 + 2) inputs",
+            lambda m: of_model(held, m or answer, 5, 1 if m else 0, device, case),
+            *(answer, reference),
             cause="a block is not checkpointed, or something of its inside is kept",
         )
 
-    @pytest.mark.saves
+    @pytest.mark.saves("LargeModel", "held")
     @pytest.mark.parametrize("size", [1, 2], ids=["each_block", "segments_of_2"])
     def test_holds_nothing_after_the_backward_pass(self, answer, device, size):
-        model = answer.LargeModel(5, WIDTH, segment_size=size).to(device)
-        x = large_inputs(device)
-        held = held_after_backward(model, x)
-        check(
-            held <= 0,
-            expected="0 bytes more than before the step, whose gradients were in place",
-            got=f"{held} bytes, which are {held / one_input(x):.1f} inputs",
-            cause="inputs of blocks, or the graph, are kept on the model or in a list",
-        )
+        model, x = answer.LargeModel(5, WIDTH, segment_size=size).to(device), large_inputs(device)
+        left = whole_step(model, x, lambda: model(x)).retained
+        said, got = "0 bytes more than before", f"{left} bytes: {left / one_input(x):.1f} inputs"
+        cause = "inputs of blocks, or the graph, are kept on the model or in a list"
+        check(left <= 0, expected=said, got=got, cause=cause)

@@ -1,272 +1,283 @@
-"""Checkpoints in models of others: which blocks, the same bits, FLOPs and bytes."""
-
-from __future__ import annotations
+"""Checkpoints in models of others: which blocks, the same bits, and bytes."""
 
 import copy
-import functools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_leaves
 
-from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.checks import check_equal, check_raises
 from kit.laws.toys import Block
-from specs.checkpointed_model.common import (
-    WIDTH,
-    Runs,
-    back,
-    check_same,
-    one_input,
-    peak,
-    rounding,
-    step,
-)
-from specs.checkpointed_model.models import (
-    Calls,
+from kit.laws.untouched import observed
+from specs.checkpointed_model.blocks import (
+    Chain,
+    Counting,
+    Mixer,
     Nest,
-    Stranger,
-    host,
-    host_runs,
-    transformer,
+    Noisy,
+    Normed,
+    chain,
+    checkpointed,
 )
+from specs.checkpointed_model.large import check_limit, held, large_inputs, one_input, peak
+from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast
+from specs.checkpointed_model.strangers import Stranger, stranger
 
-STRANGERS = pytest.mark.parametrize("name", ["gpt2", "vit"])
-KEEPS = pytest.mark.parametrize("dear", [False, True], ids=["recompute_all", "keep_dear"])
-_DROPS = (
-    "the recomputation draws other random numbers, or runs with other arguments than the forward"
-    " pass did"
-)
+FLOAT = torch.float32
 
 
-@functools.cache
-def stranger_peak(name: str, device: torch.device, module=None) -> int:
-    """The peak of GPT-2 or ViT with the blocks checkpointed by an answer, or as it is."""
-    stranger = Stranger(name, device)
-    if module is not None:
-        module.checkpoint_blocks(stranger.model, stranger.block_type)
-    return peak(stranger.model, stranger.x, lambda: stranger.forward(stranger.model))
+def mixers(count=2):
+    return [Mixer() for _ in range(count)]
 
 
-@functools.cache
-def transformer_peak(device: torch.device, module=None, *, dear: bool = False) -> int:
-    """The same for six transformer blocks."""
-    model, x = transformer(device)
-    if module is not None:
-        module.checkpoint_blocks(model, Block, keep=module.DEAR if dear else ())
-    return peak(model, x)
+def noisy():
+    return [Noisy(), Noisy()]
+
+
+class Wider(Mixer):
+    pass
 
 
 class TestPart4CheckpointBlocks:
-    subject = "checkpoint_blocks"
+    @pytest.mark.works("checkpoint_blocks", "blocks")
+    @checkpointed("the search stops too early, goes by names, or compares classes with ==")
+    def test_finds_every_block_wherever_it_is(self):
+        yield "a list of 12", chain(partial(mixers, 12)), [12]
+        yield "a derived class", chain(lambda: [Mixer(), Wider()]), [2]
+        yield "at several depths", chain(partial(mixers, 4), tree=_deep), [4]
+        yield "names that begin alike", chain(partial(mixers, 3), tree=_alike), [3]
+        yield "a frozen block", chain(lambda: [*mixers(), Mixer().requires_grad_(False)]), [3]
+        yield "blocks inside a block", chain(lambda: [Nest(Nest(Nest())), Nest()]), [2]
+        yield "a block in two places", chain(lambda: mixers(1) * 2, tree=_two_places), [1]
+        other = lambda run, block, x: block(x, x.mean((0, 1)))  # noqa: E731
+        yield "with other arguments each time", chain(lambda: mixers(1) * 3, call=other), [1]
 
-    @pytest.mark.works
-    def test_recomputes_every_block_wherever_it_is(self, answer, device):
-        """Two blocks in a list, one of them of a derived class, and a third two levels deeper.
+    @pytest.mark.works("checkpoint_blocks", "same bits")
+    @checkpointed("the second run has other arguments, or draws other numbers")
+    def test_works_on_models_of_the_transformers_library(self):
+        for name in ("gpt2", "vit"):
+            yield name, stranger(name), [4]
+            yield f"{name} in eval mode", stranger(name, train=False), [4], 1
 
-        The model is in eval mode when it is handed in, and its second block is frozen.
-        """
-        model, x = host(device)
-        model.eval()
-        model.blocks[1].requires_grad_(False)
-        got = answer.checkpoint_blocks(model, model.mixer)
-        cause = "the search stops at the model's own children, or compares classes with ==, or"
-        cause += " leaves a frozen block out"
-        check_equal(got, 3, "blocks", cause=cause)
-        model.train()
-        runs = host_runs(model)
-        output = model(x)
-        check_equal(runs.counts, 3 * [1], "runs after the forward pass", cause="blocks run twice")
-        back(output)
-        cause = "1: not checkpointed; whether to is asked when the model is handed in, or never, or"
-        cause += " a frozen block is left out, through which gradients pass"
-        check_equal(runs.counts, 3 * [2], "runs after the backward pass", cause=cause)
+    @pytest.mark.exact("checkpoint_blocks", "runs")
+    @checkpointed("the block's own mode is not asked, or not at each of its calls")
+    def test_recomputes_where_it_trains(self):
+        ready = lambda model: model.eval() and None  # noqa: E731
+        yield "handed in in eval mode", chain(mixers, prepared=ready, later=nn.Module.train), [2]
+        yield "in eval mode later", chain(mixers, later=nn.Module.eval), [2], 1
+        yield "blocks in eval mode", chain(lambda: [block.eval() for block in mixers()]), [2], 1
+        yield "layers in training mode, in blocks in eval mode", chain(_layers_alone), [2], 1
+        yield "only blocks in training mode", chain(mixers, later=_blocks_alone), [2]
+        for mode in (torch.no_grad, torch.inference_mode):
+            yield mode.__name__, chain(mixers, step={"outer": mode}), [2], 1
 
-    @pytest.mark.works
-    @STRANGERS
-    @KEEPS
-    def test_works_on_models_of_the_transformers_library(self, answer, device, name, dear):
-        """GPT-2 and ViT with random weights, dropout on, against an untouched deep copy."""
-        stranger = Stranger(name, device)
-        model, plain = stranger.model, copy.deepcopy(stranger.model)
-        keys = list(model.state_dict())
-        keep = answer.DEAR if dear else ()
-        got = answer.checkpoint_blocks(model, stranger.block_type, keep=keep)
-        cause = "blocks are looked for in the wrong place"
-        check_equal(got, stranger.layers, "blocks", cause=cause)
-        runs = stranger.runs(model)
-        found = step(model, lambda: stranger.forward(model), cause=_DROPS)
-        check_equal(runs.take(), stranger.layers * [2], "runs of each block", cause=_DROPS)
-        want = step(plain, lambda: stranger.forward(plain))
-        check_same(found, want, cause=_DROPS, within=rounding(device))
-        cause = "blocks are wrapped in other modules"
-        check_equal(list(model.state_dict()), keys, "keys of state_dict()", cause=cause)
-        model.eval()
-        back(stranger.forward(model))
-        cause = "checkpoints stay on in eval mode"
-        check_equal(runs.take(), stranger.layers * [1], "runs of each block in eval", cause=cause)
+    @pytest.mark.exact("checkpoint_blocks", "same bits")
+    @checkpointed("the second run draws other numbers, or changes buffers again")
+    def test_blocks_change_no_bit(self):
+        yield "two forward passes", chain(noisy, passes=2), [2]
+        yield "x without gradient", chain(noisy, grad=False), [2]
+        yield "counters", chain(lambda: [Counting(), Counting()], passes=2), [2]
+        for dtype in HALVES:
+            yield f"{dtype}", chain(noisy, step={"outer": autocast(dtype)}), [2]
+        norms = lambda: [Normed(nn.BatchNorm1d(WIDTH)), Normed(nn.BatchNorm1d(WIDTH).eval())]  # noqa: E731
+        yield "norms", chain(norms, passes=2, shape=(4, WIDTH, 3)), [2]
 
-    @pytest.mark.exact
-    @KEEPS
-    def test_a_block_may_take_and_return_anything(self, answer, device, dear):
-        """Tensors by position, in a dict by keyword, a string; a tuple with a dict comes back."""
-        model, x = host(device)
-        plain = copy.deepcopy(model)
-        answer.checkpoint_blocks(model, model.mixer, keep=answer.DEAR if dear else ())
-        x.requires_grad_()
-        got = step(model, lambda: model(x), x, cause=_DROPS)
-        check_same(got, step(plain, lambda: plain(x), x), cause=_DROPS)
-
-    @pytest.mark.exact
-    @KEEPS
-    @pytest.mark.parametrize("when", ["eval", "no_grad", "block_in_eval"])
-    def test_changes_nothing_at_other_times(self, answer, device, when, dear):
-        """A frozen block is often in eval mode inside a model that trains."""
-        model, x = host(device)
-        answer.checkpoint_blocks(model, model.mixer, keep=answer.DEAR if dear else ())
-        model.train(when != "eval")
-        want = 3 * [1]
-        if when == "block_in_eval":
-            model.blocks[1].eval()
-            want = [2, 1, 2]
-        runs = host_runs(model)
-        with torch.set_grad_enabled(when != "no_grad"):
-            output = model(x)
-        if when != "no_grad":
-            back(output)
-        cause = "the block's own training mode is not asked, at each of its calls"
-        check_equal(runs.counts, want, f"runs of each block ({when})", cause=cause)
-
-    @pytest.mark.exact
-    def test_only_outermost_blocks_are_checkpointed(self, answer, device):
-        """A checkpoint within a checkpoint would run the inner block three times."""
-        model = nn.Sequential(Nest(Nest(Nest())), nn.Tanh(), Nest()).to(device)
-        runs = Runs([model[0].up, model[0].inner[0].up, model[2].up])
-        cause = "blocks inside a block are counted"
-        check_equal(answer.checkpoint_blocks(model, Nest), 2, "blocks", cause=cause)
-        x = draw.randn(3, WIDTH, device=device)
-        back(model(x))
-        cause = "blocks inside a block are checkpointed too"
-        check_equal(runs.counts, [2, 2, 2], "runs of an outer, an inner, a lone one", cause=cause)
-        cause = "the caller's input is made to require a gradient, to please the checkpoint"
-        check_equal(x.requires_grad, False, "x.requires_grad afterwards", cause=cause)
-
-    @pytest.mark.exact
-    def test_selective_recomputation_runs_no_matrix_product_again(self, answer, device):
-        """FLOPs of forward and backward together; beyond the plain model's they are recomputed."""
-        totals = {}
-        for name, keep in (("plain", None), ("all", ()), ("dear", answer.DEAR)):
-            model, x = transformer(device, 2)
-            if keep is not None:
-                answer.checkpoint_blocks(model, Block, keep=keep)
-            # Around both: a mode in the forward pass alone would see other operations than the
-            # recomputation.
-            with FlopCounterMode(display=False) as flops:
-                back(model(x))
-            totals[name] = flops.get_total_flops()
-        again = totals["all"] - totals["plain"]
-        check(
-            again > 0,
-            expected="FLOPs recomputed without keep",
-            got=again,
-            cause="nothing is recomputed",
-        )
-        cause = "keep is not heeded, or what it keeps is recomputed all the same"
-        left = totals["dear"] - totals["plain"]
-        check_equal(left, 0, f"FLOPs recomputed with keep=DEAR, of {again}", cause=cause)
-
-    @pytest.mark.exact
-    @pytest.mark.parametrize("kept", ["addmm", "gelu", "native_layer_norm", "attention", "matmuls"])
-    def test_keeps_the_results_of_the_given_operations_and_of_no_others(self, answer, device, kept):
-        """Calls of each operator, against the plain model's: equal for what is kept, more for the
-        others. Keeping the matrix products alone still recomputes attention."""
-        model, x = transformer(device, 2)
-        with Calls() as plain:
-            back(model(x))
-        groups = {
-            "attention": [op for op in plain.counts if _is_attention(op)],
-            "addmm": [torch.ops.aten.addmm.default],
-            "gelu": [torch.ops.aten.gelu.default],
-            "native_layer_norm": [torch.ops.aten.native_layer_norm.default],
-        }
-        attention = set(groups["attention"])
-        keep = [op for op in answer.DEAR if op not in attention] + [torch.ops.aten.gelu.default]
-        groups["matmuls"] = keep
-        answer.checkpoint_blocks(model, Block, keep=set(groups[kept]))
-        with Calls() as calls:
-            back(model(x))
-        for group in ("addmm", "gelu", "native_layer_norm", "attention"):
-            op = groups[group][0]
-            more = calls.counts[op] - plain.counts[op]
-            check(
-                (more == 0) == (op in groups[kept]),
-                expected=f"{group} {'not ' if op in groups[kept] else ''}run again, if {kept} "
-                + ("is" if kept != "matmuls" else "and gelu are")
-                + " kept",
-                got=f"{more} runs more than in the plain model",
-                cause="keep is not what decides: a fixed set does, or all is kept, or nothing is",
-            )
-
-    @pytest.mark.saves
-    @STRANGERS
-    def test_gpt2_and_vit_peak_at_one_input_a_block_and_one_inside(
-        self, answer, reference, device, name
-    ):
+    @pytest.mark.saves("checkpoint_blocks", "held")
+    def test_gpt2_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device):
         """(blocks + 4) inputs + 1 inside, measured on one block of the library by itself.
 
-        Two inputs more than for a LargeModel: embeddings and a last normalisation have results too.
+        Two inputs more than for a LargeModel: embeddings and a last norm have results too.
         """
-        stranger = Stranger(name, device)
-        block = stranger.blocks(stranger.model)[0]
-        inside = peak(block, stranger.hidden, lambda: _first(block(stranger.hidden)))
-        check_bar(
-            f"peak above the baseline, {name} with 4 blocks",
-            stranger_peak(name, device, answer),
-            (stranger.layers + 4) * one_input(stranger.hidden) + inside,
-            plain=stranger_peak(name, device),
-            reference=stranger_peak(name, device, reference),
-            formula="(4 + 4) inputs + 1 inside",
-            cause="blocks are not checkpointed one by one",
-        )
+        gpt2 = Stranger("gpt2", device)
+        block, hidden = gpt2.blocks[0], gpt2.hidden
+        inside = peak(block, hidden, lambda: tree_leaves(block(hidden))[0])  # of some, a tuple
 
-    @pytest.mark.saves
-    def test_selective_recomputation_holds_less_than_the_plain_model(
-        self, answer, reference, device
-    ):
-        """The peak with full recomputation + 9.125 inputs a block for the results that DEAR keeps.
+        def reads(module):
+            gpt2 = Stranger("gpt2", device)
+            if module:
+                module.checkpoint_blocks(gpt2.model, gpt2.block_type)
+            return peak(gpt2.model, gpt2.x, gpt2.forward)
 
-        Of a block these are qkv 3, attention 1 (and its logsumexp, heads / width = 2 / 16), out 1,
-        up 3 and down 1. Kept besides, the GELU's result alone would be 3 more.
-        """
-        model, x = transformer(device, 1)
-        inside = peak(model, x)
-        plain = transformer_peak(device)
-        full = transformer_peak(device, answer)
-        check_bar(
-            "peak above the baseline, 6 blocks, all recomputed",
-            full,
-            (6 + 2) * one_input(x) + inside,
-            plain=plain,
-            reference=transformer_peak(device, reference),
-            formula="(6 + 2) inputs + 1 inside",
-            cause="more than one block's inside is held at a time",
+        title, formula = "peak above the baseline, GPT-2 with 4 blocks", "(4 + 4) inputs + 1 inside"
+        limit, cause = 8 * one_input(hidden) + inside, "blocks are not checkpointed one by one"
+        check_limit(title, limit, formula, reads, answer, reference, cause=cause)
+
+    @pytest.mark.saves("checkpoint_blocks", "held")
+    @pytest.mark.parametrize("how", ["by_position", "by_keyword"])
+    def test_holds_one_input_a_block_of_others(self, answer, reference, device, how):
+        """Of 6 blocks 5 inputs, as x is the baseline's, and the output. The bar adds 1."""
+        x = large_inputs(device)
+
+        def reads(module):
+            model = nn.ModuleList(Block(WIDTH, heads=2) for _ in range(6)).to(device)
+            if module:
+                module.checkpoint_blocks(model, Block)
+
+            def forward():
+                y = x
+                for block in model:
+                    y = block(x=y) if how == "by_keyword" else block(y)
+                return y
+
+            return held(model, x, forward)
+
+        title, cause = (
+            f"held between the passes, 6 blocks, called {how}",
+            "more is held than inputs",
         )
-        check_bar(
-            "peak above the baseline, 6 blocks, keep=DEAR",
-            transformer_peak(device, answer, dear=True),
-            full + 6 * (9 + 2 / WIDTH) * one_input(x),
-            plain=plain,
-            reference=transformer_peak(device, reference, dear=True),
-            formula="all recomputed + 6 x 9.125 inputs",
-            cause="more is kept than the results of the operations in keep",
+        check_limit(
+            title, 7 * one_input(x), "(6 + 1) inputs", reads, answer, reference, cause=cause
         )
 
 
-def _is_attention(op: object) -> bool:
-    return "scaled_dot_product" in str(op) and "backward" not in str(op)
+class TestPart4CheckpointBlocksDetails:
+    @pytest.mark.survives("checkpoint_blocks", 1)
+    def test_leaves_classes_and_other_models_alone(self, answer, device):
+        # A new class, so that an answer that patches it spoils no other spec.
+        fresh = type("Fresh", (Mixer,), {})
+        model = Chain([fresh(), fresh()])
+
+        def look():
+            return {
+                "keys of state_dict()": list(model.state_dict()),
+                "classes of the blocks": [type(block) for block in model.order],
+                "attributes of the class": {k: id(value) for k, value in vars(fresh).items()},
+                "modules of the model": [id(module) for module in model.modules()],
+            }
+
+        before = look()
+        answer.checkpoint_blocks(model, fresh)
+        check_equal(look(), before, "", cause="a block is wrapped, or the class is patched")
+
+    @pytest.mark.survives("checkpoint_blocks", 2)
+    @checkpointed("the second run calls the block, hooks and all; or something put on it is lost")
+    def test_hooks_and_forwards_of_a_block_go_on_running(self):
+        """Once for each call; libraries put a forward on the instance too."""
+        for name, put in {"hooks": _hooked, "a forward": _own_forward}.items():
+            yield f"{name}, from before", chain(mixers, prepared=put), [2]
+        yield "hooks, from after", chain(mixers, later=_hooked), [2]
+
+    @pytest.mark.survives("checkpoint_blocks", 3)
+    @checkpointed("an argument or result is handed on in one way only")
+    def test_blocks_take_and_return_anything(self):
+        for name in ("debug", "use_reentrant", "context_fn", "function", "block", "args", "kwargs"):
+            yield f"keyword `{name}`", chain(mixers, **{name: 0.5}), [2]
+        yield "x by keyword", chain(mixers, call=lambda run, block, x: block(that=x)), [2]
+        kinds = {"shift": FLOAT, "both": [FLOAT, torch.complex64], "extra": {"d": FLOAT}}
+        yield "tensors by keyword", chain(mixers, name="late", **kinds), [2]
+        yield "tensors by position", chain(mixers, FLOAT, (FLOAT, 3)), [2]
+
+    @pytest.mark.survives("checkpoint_blocks", 4)
+    @checkpointed("something in the copy, such as a closure, still belongs to the original block")
+    def test_a_deep_copy_checkpoints_its_own_blocks(self):
+        """facebookresearch/fairscale#816: the copy of a patched block calls the original."""
+        for steps in (0, 1):
+            for times in (1, 2):
+                copies = partial(_copied, steps, times)
+                yield f"copied after {steps} steps, {times} times", chain(noisy, later=copies), [2]
+
+    @pytest.mark.survives("checkpoint_blocks", 5)
+    def test_takes_blocks_of_another_class_in_a_second_call(self, answer):
+        model, got = nn.Sequential(Nest(), nn.Sequential(Noisy()), Noisy()), []
+        for kind in (Nest, Noisy):
+            got.append(answer.checkpoint_blocks(model, kind))
+        check_equal(got, [1, 2], "numbers of blocks", cause="it goes by the model")
+
+    @pytest.mark.survives("checkpoint_blocks", "Raises")
+    @pytest.mark.parametrize("done", [[0], [2], [0, 1, 2]], ids=["first", "last", "all"])
+    def test_refuses_a_second_call(self, answer, done):
+        model = Chain(mixers(3))
+        answer.checkpoint_blocks(nn.ModuleList(model.order[n] for n in done), Mixer)
+        when = f"for a model of which {len(done)} of 3 blocks have been through it"
+        refused(answer, model, Mixer, ValueError, "Mixer", when)
+
+    @pytest.mark.survives("checkpoint_blocks", "Raises")
+    def test_refuses_a_model_without_such_blocks(self, answer):
+        refused(answer, Chain(mixers()), Nest, ValueError, "Nest", "for a model without Nest")
+
+    @pytest.mark.survives("checkpoint_blocks", "Raises")
+    @pytest.mark.parametrize(
+        ("kind", "named"),
+        [("Mixer", "Mixer"), (int, "int"), (nn.Linear(3, 2), "Linear"), ((Mixer, Nest), "Nest")],
+        ids=["a_name", "no_module", "a_module", "two_classes"],
+    )
+    def test_refuses_what_is_no_class_of_modules(self, answer, kind, named):
+        when = f"for block_type={kind!r}"
+        refused(answer, Chain(mixers()), kind, TypeError, named, when)
 
 
-def _first(output: object) -> torch.Tensor:
-    """Older versions of the library return a tuple from a block."""
-    return output[0] if isinstance(output, tuple) else output
+def refused(answer, model, kind, error, named, when, **keep):
+    """An error, and a model that is as it was."""
+    __tracebackhide__ = True
+    before = observed(model)
+    call = partial(answer.checkpoint_blocks, model, kind, **keep)
+    check_raises(call, error, mentions=[named], when=when)
+    changed = [key for key, value in observed(model).items() if value != before[key]]
+    cause = "something has been changed before everything was looked at"
+    check_equal(changed, [], f"what is otherwise after the refusal {when}", cause=cause)
+
+
+def _deep(blocks):
+    inner = nn.ModuleDict({"late": nn.Sequential(nn.ModuleList(blocks[2:3]))})
+    tree = {"early": nn.ModuleList(blocks[:2]), "deeper": inner, "last": blocks[3]}
+    return nn.ModuleDict(tree)
+
+
+def _alike(blocks):
+    """None of these is inside another."""
+    return nn.ModuleDict(dict(zip(("block", "block2", "block2_norm"), blocks, strict=True)))
+
+
+def _two_places(blocks):
+    return nn.ModuleDict({"one": nn.Sequential(blocks[0]), "two": nn.ModuleList(blocks[1:])})
+
+
+def _blocks_alone(model):
+    model.training = model.tree.training = False
+
+
+def _layers_alone():
+    blocks = [block.eval() for block in mixers()]
+    for block in blocks:
+        block.up.train()
+    return blocks
+
+
+def _hooked(model):
+    """Hooks that count, that change the result, and that change gradients."""
+    model.register_buffer("calls", torch.zeros(2, device=model.order[0].up.weight.device))
+    model.order[0].register_forward_pre_hook(lambda *_: model.calls[0].add_(1) and None)
+    model.order[0].register_forward_hook(lambda *_: model.calls[1].add_(1) and None)
+    model.order[0].up.register_forward_hook(lambda _, args, out: out * 1.5)
+    model.order[1].register_forward_hook(lambda _, args, out: (out[0] * 1.5, out[1]))
+    model.order[1].register_full_backward_hook(lambda _, into, out: (into[0] * 1.5,))
+
+
+def _own_forward(model):
+    forward = model.order[1].forward
+
+    def own(*args, **kwargs):
+        x, more = forward(*args, **kwargs)
+        return x * 1.5, more
+
+    model.order[1].forward = own
+
+
+def _copied(steps, times, model):
+    """A copy with other weights, after some steps; the original is in eval mode."""
+    twin = model
+    for _ in range(steps):
+        x = torch.ones(SHAPE, device=model.order[0].up.weight.device)
+        for block in model.order:
+            x = block(x)
+        x.sum().backward()
+        model.zero_grad()
+    for _ in range(times):
+        twin = copy.deepcopy(twin)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    model.eval()
+    return twin

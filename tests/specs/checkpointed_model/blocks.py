@@ -1,0 +1,211 @@
+"""Blocks with a state of their own, and chains of them in which each step is tried."""
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from kit.laws import draw
+from kit.laws.checks import fail
+from kit.laws.scenarios import scenarios
+from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared
+
+
+class Noisy(nn.Module):
+    """Dropout from generators of its own, one for each seed, and some from torch's stream."""
+
+    def __init__(self, *seeds, rate=0.25):
+        super().__init__()
+        self.up, self.rate, device = nn.Linear(WIDTH, WIDTH), rate, torch.get_default_device()
+        self.generators = [Generator(device).manual_seed(seed) for seed in seeds]
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x))
+        for generator in self.generators:
+            y = y * (torch.rand(y.shape, generator=generator, device=y.device) < 0.75)
+        return x + torch.tanh(F.dropout(y, self.rate, self.training))
+
+
+class Counting(nn.Module):
+    """Its result depends on buffers: one is written to, one replaced, one is None at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x - self.mean)) * 0.8 ** self.calls.float()
+        y = y if self.last is None else y + 0.1 * self.last
+        self.calls += 1
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
+        self.last = y.detach().mean()
+        return x + torch.tanh(y)
+
+
+class Shared(nn.Module):
+    """Modules whose buffers share a storage: what one writes, the others read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Module(), nn.Module()
+        self.one.register_buffer("level", torch.zeros(3))
+        self.other.register_buffer("level", self.one.level)
+        self.other.register_buffer("first", self.one.level[:1])
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x))
+        self.one.level += y.detach().abs().mean()
+        return x + torch.tanh(y * (3 + self.other.level.sum() - self.other.first))
+
+
+class Nest(nn.Module):
+    """A block that holds others."""
+
+    def __init__(self, *inner):
+        super().__init__()
+        self.up, self.inner = nn.Linear(WIDTH, WIDTH), nn.Sequential(*inner)
+
+    def forward(self, x):
+        # The last tanh needs its result, so that a recomputation cannot stop before `inner`.
+        return x + torch.tanh(self.inner(torch.tanh(self.up(x))))
+
+
+class Normed(nn.Module):
+    """A block around a norm, which stands further inside; for an input of (batch, WIDTH, ...)."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.Sequential(norm)
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x.transpose(1, -1))).transpose(1, -1)
+        return x + torch.tanh(self.norm(y))
+
+
+class Mixer(nn.Module):
+    """A block that takes and returns all kinds of things, and notes which arguments it has had."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.heard = nn.Linear(WIDTH, WIDTH), set()
+
+    def forward(self, that, *more, name="", **rest):
+        named = {f"argument_{number}" for number, _ in enumerate(more, 2)}
+        self.heard = self.heard | {*named, *rest, *(["name"] if name else [])}
+        hidden = F.dropout(torch.tanh(self.up(that)), 0.25, self.training)
+        for part in tree_leaves((more, rest)):
+            if isinstance(part, Tensor):
+                part = torch.view_as_real(part).sum(-1) if part.is_complex() else part
+                hidden = torch.tanh(hidden * part)
+        return that + torch.tanh(hidden), {"mean": hidden.mean(-1), "name": name, "nothing": None}
+
+
+def plain(function, /, *args, state=(), **kwargs):
+    """What recompute() gives."""
+    return function(*args, **kwargs)
+
+
+def call(run, block, x, /, *args, **kwargs):
+    """A block is called in a chain; `run` is plain, or recompute()."""
+    return run(block, x, *args, state=[block, *getattr(block, "generators", ())], **kwargs)
+
+
+class Chain(nn.Module):
+    """Blocks that are called in this order, wherever in the tree they are."""
+
+    def __init__(self, order, tree=None):
+        super().__init__()
+        self.order, self.tree = order, tree or nn.ModuleList(order)
+
+
+def chain(
+    make,
+    *args,  # of each block besides x; a dtype is a tensor with a gradient
+    passes=1,
+    shape=SHAPE,
+    grad=True,  # of x
+    tree=nn.ModuleList,
+    prepared=lambda model: None,  # happens before blocks are checkpointed
+    later=lambda model: None,  # after that, and may give another model
+    call=call,
+    spoil=None,  # changes x, args or kwargs of the first pass between the passes
+    step=None,
+    **kwargs,
+):
+    """Blocks in a row, and a step through them."""
+
+    def build(run, prepare, device):
+        draw.seed(3)
+        order = make()
+        model = Chain(order, tree(order)).to(device)
+        prepared(model)
+        prepare(model, type(order[0]))
+        model = later(model) or model
+        inputs = [draw.randn(*shape, device=device, requires_grad=grad) for _ in range(passes)]
+        leaves = [*inputs]
+
+        def made(part):
+            if part == torch.int64:
+                return torch.arange(WIDTH, device=device)
+            if not isinstance(part, torch.dtype):
+                return part
+            leaves.append(draw.randn(WIDTH, dtype=part, device=device, requires_grad=True))
+            return leaves[-1] * 1  # a leaf could not be changed in place
+
+        given = [inputs[0] * 1, *tree_map(made, (args, kwargs))]
+
+        def forward():
+            results = []
+            for x in [given[0], *inputs[1:]]:
+                for block in model.order:
+                    results.append(call(run, block, x, *given[1], **given[2]))
+                    x = results[-1][0] if isinstance(results[-1], tuple) else results[-1]
+            return results
+
+        inner = dict.fromkeys(m for block in model.order for m in block.modules())
+        counted = [module.up for module in inner if hasattr(module, "up")]
+        own = [g for m in model.modules() for g in getattr(m, "generators", ())]
+        between = {"between": lambda: spoil(*given)} if spoil else {}
+        return Step(model, forward, counted, leaves, own, **between, **step or {})
+
+    return build
+
+
+@scenarios("the step")
+def recomputed(answer, device, name, build, runs=2):
+    """A step with recompute() shows what it shows with plain calls."""
+    steps = [build(run, lambda *_: None, device) for run in (answer.recompute, plain)]
+    seen = compared(*steps, device, runs)
+    _check_heard(*steps, name)
+    return seen
+
+
+@scenarios("the step")
+def checkpointed(answer, device, name, build, counts, runs=2, keep=None):
+    """A step shows what it showed before; `counts` are the numbers of blocks."""
+    found, options = [], {} if keep is None else {"keep": keep}
+
+    def checkpoint(model, kind):
+        found.append(answer.checkpoint_blocks(model, kind, **options))
+
+    steps = [build(plain, prepare, device) for prepare in (checkpoint, lambda *_: None)]
+    mine, true = compared(*steps, device, runs)
+    _check_heard(*steps, name)
+    return {"number of blocks": found, **mine}, {"number of blocks": counts, **true}
+
+
+def _check_heard(got, want, name):
+    """Fail if an argument did not reach a Mixer."""
+    __tracebackhide__ = True
+    mine, true = (
+        sorted(set().union(*[getattr(m, "heard", ()) for m in step.model.modules()]))
+        for step in (got, want)
+    )
+    for argument in true:
+        if argument not in mine:
+            said = f"a block that is called with x, {', '.join(true)} ({name})"
+            cause = f"keyword argument `{argument}` never reached the block"
+            fail(expected=said, got=", ".join(["x", *mine]), cause=cause, sure=True)

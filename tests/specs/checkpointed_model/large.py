@@ -1,0 +1,141 @@
+"""LargeModels: the same step through the model, and block by block; the bytes that they take."""
+
+import functools
+
+import torch
+
+from kit.laws import draw
+from kit.laws.checks import check_bar
+from kit.laws.scenarios import scenarios
+from kit.memory.ruler import bytes_of, measure
+from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong
+
+
+def large(
+    layers=4,
+    *,
+    size=1,
+    use=True,
+    train=True,
+    dropout=0.25,
+    masks=0,  # of these first passes; the others have none
+    passes=1,
+    grad=True,  # of x
+    frozen=lambda name: False,  # whether a parameter of this name is
+    before=lambda model: model,  # happens before the step; gives the model that makes it
+    spoil=None,  # changes the first input and mask between the passes
+    **step,
+):
+    """A LargeModel and a step."""
+
+    def build(answer, device, is_answer):
+        draw.seed(3)
+        options = {"dropout": dropout, "use_checkpoint": use, "segment_size": size}
+        model = answer.LargeModel(layers, WIDTH, **options).to(device)
+        for name, p in model.named_parameters():
+            p.requires_grad_(not frozen(name))
+        model = before(model.train(train))
+        x = [draw.randn(*SHAPE, device=device, requires_grad=grad) for _ in range(passes)]
+        inputs = [x[0] * 1, *x[1:]]  # a leaf could not be changed in place
+        given = [draw.rand(*SHAPE[:2], device=device) < 0.3 * (n + 1) for n in range(masks)]
+        pairs = list(zip(inputs, [*given, *[None] * (passes - masks)], strict=True))
+
+        def run(x, mask):
+            if is_answer:
+                return model(x, mask=mask)
+            for block in model.layers:
+                x = block(x, mask=mask)
+            return x
+
+        between = {"between": lambda: spoil(*pairs[0])} if spoil else {}
+        counted = [block.up for block in model.layers]
+        forward = lambda: [run(x, mask) for x, mask in pairs]  # noqa: E731
+        return Step(model, forward, counted, x if grad else [], **step, **between)
+
+    return build
+
+
+@scenarios("the step")
+def as_without(answer, device, name, build, runs=2):
+    """A step shows what it shows without checkpoints; `runs` is how often a block runs."""
+    return compared(build(answer, device, True), build(answer, device, False), device, runs)
+
+
+@scenarios("the step")
+def guarded(answer, device, name, spoiled, true):
+    return never_wrong(spoiled(answer, device, True), true(answer, device, False), device)
+
+
+# Bytes
+
+
+def large_inputs(device):
+    """Inputs beside which the weights weigh little; they require a gradient, and have one."""
+    rows, length = (5, 64) if device.type == "cpu" else (16, 512)
+    x = draw.randn(rows, length, WIDTH, device=device, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    return x
+
+
+def one_input(x):
+    """The bytes of one block's input, as the allocator rounds them."""
+    return bytes_of(x.detach())
+
+
+def whole_step(model, x, forward):
+    """Forward and backward, with gradients in place."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return measure(lambda: forward().float().square().mean().backward(), x.device, known=[model, x])
+
+
+def peak(model, x, forward):
+    """Bytes above the baseline."""
+    return whole_step(model, x, forward).above_baseline
+
+
+def held(model, x, forward):
+    """Bytes between the forward and the backward pass, the output included."""
+    kept = []
+    return measure(lambda: kept.append(forward()), x.device, known=[model, x]).retained
+
+
+# Worlds in which bytes are measured: each has its own way to go wrong.
+CASES = ("plain", "mask", "autocast", "x without gradient", "frozen biases")
+
+
+@functools.cache  # bytes do not vary: what is measured once serves every spec
+def of_model(reads, module, layers, size, device, case="plain"):
+    """What a LargeModel takes, as `peak` or `held` reads it; of size 0 a plain one."""
+    options = {"segment_size": size} if size else {"use_checkpoint": False}
+    model, x = module.LargeModel(layers, WIDTH, **options).to(device), large_inputs(device)
+    if case == "x without gradient":
+        x = x.detach()
+    for name, p in model.named_parameters():
+        p.requires_grad_(case != "frozen biases" or not name.endswith("bias"))
+    mask = draw.rand(*x.shape[:2], device=device) < 0.6 if case == "mask" else None
+
+    def forward():
+        with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
+            return model(x, mask=mask)
+
+    return reads(model, x, forward)
+
+
+@functools.cache
+def inside(module, device):
+    """The peak of one plain block."""
+    block, x = module.MemoryIntensiveBlock(WIDTH).to(device), large_inputs(device)
+    return peak(block, x, lambda: block(x))
+
+
+def check_limit(title, limit, formula, reads, *modules, cause):
+    """Hold what is read of an answer to a limit, beside the reference's and the plain model's.
+
+    `reads` gives bytes with the checkpoints of a module, and without any for None.
+    """
+    __tracebackhide__ = True
+    yours, reference = map(reads, modules)
+    shown = {"plain": reads(None), "reference": reference, "formula": formula}
+    suspects = {"nothing is recomputed: plain calls take just that": shown["plain"]}
+    check_bar(title, yours, limit, cause=cause, suspects=suspects, **shown)

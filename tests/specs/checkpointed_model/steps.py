@@ -1,0 +1,141 @@
+"""One training step and everything that can be seen of it, with checkpoints and without."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from kit.laws import draw
+from kit.laws.untouched import observed
+
+WIDTH = 16  # of all models
+SHAPE = (3, 5, WIDTH)  # of inputs, unless bytes are measured
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Step:
+    """A forward and a backward pass."""
+
+    model: nn.Module  # whose gradients, buffers and modes are looked at
+    forward: Callable[[], Any]  # gives tensors, also in containers
+    counted: Iterable[nn.Module] = ()  # whose runs are counted: of a block a child
+    leaves: Sequence[Tensor] = ()  # tensors besides the parameters that get gradients
+    generators: Sequence[Generator] = ()
+    outer: Callable[[], Any] = nullcontext  # what the forward pass is inside of
+    between: Callable[[], Any] = lambda: None  # happens after the forward pass
+    backward: Callable[[Tensor], Any] = Tensor.backward
+
+
+class Runs:
+    """Counts the runs of modules, and notes in which precision and mode they were."""
+
+    def __init__(self, modules):
+        self.modules, self.ways = list(modules), set()
+        self.counts = [0] * len(self.modules)
+        for number, module in enumerate(self.modules):
+            module.register_forward_pre_hook(lambda *given, n=number: self._note(n, *given))
+
+    def _note(self, number, module, args):
+        self.counts[number] += 1
+        device = args[0].device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "none"
+        self.ways.add((f"autocast {dtype}", "training" if module.training else "eval"))
+
+    def take(self):
+        """The counts since the last time."""
+        counts, self.counts = self.counts, [0] * len(self.modules)
+        return counts
+
+
+def see(step, device):
+    """Run a step from a fixed seed, and note what is to be seen."""
+    draw.seed(4)
+    streams = [torch.default_generator, *step.generators]
+    if device.type == "cuda":
+        streams.append(torch.cuda.default_generators[device.index or torch.cuda.current_device()])
+    runs, before = Runs(step.counted), observed(step.model)
+    with step.outer():
+        output = step.forward()
+    parts, structure = tree_flatten(output)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    seen = {
+        "runs in the forward pass": runs.take(),
+        "output": [t.detach().clone() for t in tensors],
+        "other results": [part for part in parts if not isinstance(part, Tensor)],
+        "structure of the output": str(structure),
+        "requires_grad of the output": [t.requires_grad for t in tensors],
+        **_buffers(step.model, "after the forward pass"),
+        "numbers drawn after the forward pass": [_next(stream) for stream in streams],
+    }
+    step.between()
+    seen["backward pass"] = _outcome(step, tensors)
+    seen["runs in the backward pass"] = runs.take()
+    seen["precisions and modes of all runs"] = sorted(runs.ways)
+    leaves = {f"input {number}": leaf for number, leaf in enumerate(step.leaves)}
+    for name, p in [*step.model.named_parameters(), *leaves.items()]:
+        seen[f"gradient of {name}"] = None if p.grad is None else p.grad.clone()
+    seen |= _buffers(step.model, "after the backward pass")
+    seen["numbers drawn after the backward pass"] = [_next(stream) for stream in streams]
+    after = observed(step.model)
+    seen["changed besides"] = sorted(name for name in after if after[name] != before[name])
+    return seen
+
+
+def _outcome(step, tensors):
+    """Runs the backward pass; an error that torch itself raises is part of what is seen."""
+    losses = [t.float().square().mean() for t in tensors if t.requires_grad]
+    if not losses:
+        return "no graph"
+    try:
+        step.backward(torch.stack(losses).sum())
+    except RuntimeError as error:  # CheckpointError is one
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return "returns"
+
+
+def _next(stream):
+    """What the stream gives next; it is moved back."""
+    state = stream.get_state()
+    numbers = torch.rand(2, generator=stream, device=stream.device).tolist()
+    stream.set_state(state)
+    return numbers
+
+
+def _buffers(model, when):
+    return {f"buffer {name} {when}": buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def compared(got, want, device, runs):
+    """What is seen of a step, and of the same one without checkpoints.
+
+    `runs` is how often a block should run for each run without; None where that is not looked at.
+    """
+    mine, true = see(got, device), see(want, device)
+    again = [n * ((runs or 1) - 1) for n in true["runs in the forward pass"]]
+    key = "runs in the backward pass"
+    return mine, true | {key: mine[key] if runs is None else again}
+
+
+def never_wrong(got, want, device):
+    """The gradients although something has been changed in place; or else an error."""
+    mine, true = see(got, device), see(want, device)
+    if mine["backward pass"].startswith("RuntimeError"):
+        return "an error", "an error"
+    names = [name for name in true if name.startswith("gradient")]
+    return {name: mine[name] for name in names}, {name: true[name] for name in names}
+
+
+def twice(loss):
+    """Two backward passes."""
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def autocast(dtype):
+    """On the device that is judged, which is the default device of a scenario."""
+    return lambda: torch.autocast(torch.get_default_device().type, dtype)

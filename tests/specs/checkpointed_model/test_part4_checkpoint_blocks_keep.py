@@ -1,0 +1,186 @@
+"""Selective recomputation: what is dear is held, and only the rest runs again."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from kit.laws import draw
+from kit.laws.checks import check, check_bar, check_equal, check_raises
+from kit.laws.scenarios import scenarios
+from kit.laws.toys import Block
+from kit.laws.untouched import observed
+from kit.private_torch import DispatchMode
+from specs.checkpointed_model.blocks import Counting, Noisy, Normed, chain, checkpointed
+from specs.checkpointed_model.large import large_inputs, one_input, peak
+from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast
+from specs.checkpointed_model.strangers import stranger
+
+ATEN = torch.ops.aten
+ADDMM, GELU, NORM = ATEN.addmm.default, ATEN.gelu.default, ATEN.native_layer_norm.default
+MATMULS = [ADDMM, ATEN.mm.default, ATEN.bmm.default, ATEN.baddbmm.default]
+ATTENTION = [
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ATEN._scaled_dot_product_flash_attention.default,
+    ATEN._scaled_dot_product_efficient_attention.default,
+    ATEN._scaled_dot_product_cudnn_attention.default,
+]
+DEAR = [*MATMULS, *ATTENTION]
+
+
+class Calls(DispatchMode):
+    """Counts the operators that run, by overload."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Means(Noisy):
+    """Two overloads of one operator: the mean over one dimension, and over all."""
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x))
+        return x + torch.tanh(y * y.mean(-1, keepdim=True) * y.mean())
+
+
+def transformer():
+    return [Block(WIDTH, heads=2) for _ in range(2)]
+
+
+@scenarios("operators that run again")
+def again(answer, device, name, make, keep, looked_at, dtype=None):
+    """Those that run more often than in the plain model, in forward and backward together."""
+    counts = []
+    for checkpoint in (False, True):
+        draw.seed(3)
+        model = nn.Sequential(*make()).to(device)
+        if checkpoint:
+            answer.checkpoint_blocks(model, type(model[0]), keep=keep)
+        x = draw.randn(*SHAPE, device=device, requires_grad=True)
+        with Calls() as calls:
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                y = model(x)
+            y.float().square().mean().backward()
+        counts.append(calls.counts)
+    before, now = counts
+    return (
+        [str(op) for op in looked_at if now[op] > before[op]],
+        [str(op) for op in looked_at if before[op] and op not in keep],
+    )
+
+
+class TestPart4CheckpointBlocksKeep:
+    @pytest.mark.survives("checkpoint_blocks", "keep")
+    @checkpointed("what is held is not what the first run computed, or statistics count twice")
+    def test_keep_changes_no_bit(self):
+        for name in ("gpt2", "vit"):
+            yield name, stranger(name), [4], 2, DEAR
+        yield "dropout", chain(lambda: [Noisy(), Noisy()]), [2], 2, DEAR
+        yield "counters", chain(lambda: [Counting()]), [1], 2, DEAR
+        norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
+        yield "batch norm", norm, [1], 2, DEAR
+        yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
+
+    @pytest.mark.survives("checkpoint_blocks", 6)
+    @again("a fixed set decides, or all is held, or nothing, or operators count for overloads")
+    def test_holds_the_results_of_these_operations_and_of_no_others(self):
+        seen, dim, full = [ADDMM, GELU, NORM, *ATTENTION], ATEN.mean.dim, ATEN.mean.default
+        yield "nothing", transformer, [], seen
+        yield "one operation", transformer, [GELU], seen
+        yield "a set", transformer, {NORM}, seen
+        yield "matrix products and GELU", transformer, [*MATMULS, GELU], seen
+        yield "attention", transformer, ATTENTION, seen
+        for kept in ([dim], [full]):
+            yield f"the overload {kept[0]}", lambda: [Means()], kept, [dim, full, ADDMM]
+
+    @pytest.mark.survives("checkpoint_blocks", 6)
+    def test_runs_no_matrix_product_again(self, answer, device):
+        """FLOPs of forward and backward together; beyond the plain model's they are recomputed."""
+        totals, x = {}, large_inputs(device)
+        for name, keep in {"plain": None, "all": (), "dear": answer.DEAR}.items():
+            model = nn.Sequential(*transformer()).to(device)
+            if keep is not None:
+                answer.checkpoint_blocks(model, Block, keep=keep)
+            # Around both: a mode in the forward pass alone would see other operations than the
+            # recomputation.
+            with FlopCounterMode(display=False) as flops:
+                model(x).square().mean().backward()
+            totals[name] = flops.get_total_flops()
+        more = totals["all"] - totals["plain"]
+        said, cause = "FLOPs that run again without keep", "nothing is recomputed"
+        check(more > 0, expected=said, got=more, cause=cause)
+        cause = "keep is not heeded, or what it keeps is recomputed all the same"
+        left = totals["dear"] - totals["plain"]
+        check_equal(left, 0, f"FLOPs that run again with keep=DEAR, of {more}", cause=cause)
+
+    @pytest.mark.survives("checkpoint_blocks", 6)
+    def test_holds_less_than_the_plain_model(self, answer, reference, device):
+        """The peak with full recomputation + 9.125 inputs a block for the results that DEAR keeps.
+
+        Of a block these are qkv 3, attention 1 (and its logsumexp, heads / width = 2 / 16), out 1,
+        up 3 and down 1. Kept besides, the GELU's result alone would be 3 more.
+        """
+        x = large_inputs(device)
+
+        def read(module=None, keep=()):
+            model = nn.Sequential(*[Block(WIDTH, heads=2) for _ in range(6)]).to(device)
+            if module:
+                module.checkpoint_blocks(model, Block, keep=keep)
+            return peak(model, x, lambda: model(x))
+
+        plain = read()
+        check_bar(
+            "peak above the baseline, 6 blocks, keep=DEAR",
+            read(answer, answer.DEAR),
+            read(answer) + 6 * (9 + 2 / WIDTH) * one_input(x),
+            plain=plain,
+            reference=read(reference, reference.DEAR),
+            formula="all recomputed + 6 x 9.125 inputs",
+            cause="more is kept than the results of the operations in keep",
+            suspects={"all is held: nothing is recomputed": plain},
+        )
+
+    @pytest.mark.survives("checkpoint_blocks", 7)
+    @again("keep is not heeded under autocast, or nothing is recomputed there")
+    def test_keeps_under_autocast(self):
+        for dtype in HALVES:
+            yield f"{dtype}", transformer, MATMULS, [ADDMM, GELU], dtype
+
+    @pytest.mark.survives("checkpoint_blocks", 7)
+    @checkpointed("the second run is without autocast, or has its default dtype")
+    def test_keep_changes_no_bit_under_autocast(self):
+        for dtype in HALVES:
+            step = {"outer": autocast(dtype)}
+            yield f"{dtype}", chain(lambda: [Noisy(), Noisy()], step=step), [2], 2, DEAR
+
+    @pytest.mark.survives("checkpoint_blocks", 8)
+    @checkpointed("calls share contexts, or overwrite what another one holds")
+    def test_what_is_kept_is_not_shared(self):
+        for name, make in {"dropout": Noisy, "counters": Counting}.items():
+            yield f"two passes, {name}", chain(lambda make=make: [make()], passes=2), [1], 2, DEAR
+            yield f"thrice in a row, {name}", chain(lambda make=make: [make()] * 3), [1], 2, DEAR
+
+    @pytest.mark.survives("checkpoint_blocks", "Raises")
+    @pytest.mark.parametrize(
+        "bad",
+        [ATEN.addmm, torch.addmm, "aten.addmm.default"],
+        ids=["an_operator", "a_function", "a_name"],
+    )
+    def test_refuses_to_keep_what_is_no_overload(self, answer, bad):
+        """pytorch/pytorch#176065: aten.mm, without .default, matches no operation."""
+        model, when = nn.Sequential(*transformer()), f"for {bad!r} in keep, which is no overload"
+        before = observed(model)
+        for keep in ([bad], [ADDMM, bad], [bad, ADDMM]):
+            call = partial(answer.checkpoint_blocks, model, Block, keep=keep)
+            check_raises(call, TypeError, mentions=["addmm"], when=when)
+        changed = [key for key, value in observed(model).items() if value != before[key]]
+        cause = "something has been changed before everything was looked at"
+        check_equal(changed, [], f"what is otherwise after the refusal {when}", cause=cause)
