@@ -1,14 +1,13 @@
 """Gradient accumulation: the gradients of a large batch in the memory of a small one.
 
-Four parts: one window of unequal micro-batches, a window of tokens, a whole epoch (partial windows,
-mixed precision, a schedule), and the same window on several ranks with one all-reduce.
+A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
+all, not a mean of means.
 
-A *window* is the group of micro-batches whose gradients make one optimizer step. Whatever a loss
-averages over, the window's loss averages over all of it: an average of averages is another number
-as soon as the micro-batches differ in size.
+    untouched  modes, hooks, training flags and the caller's data, after an error too; no seed is
+               set
 
-Sources: Goyal et al., Accurate, Large Minibatch SGD (arXiv 1706.02677), for the learning rate;
-torch.nn.parallel.DistributedDataParallel.no_sync.
+Errors are ValueError unless it says otherwise, name the offending value, and are raised before
+anything is changed.
 """
 
 from __future__ import annotations
@@ -49,39 +48,37 @@ def accumulate(
 ) -> Tensor:
     """One optimizer step on the mean loss over all samples of a window.
 
-    The gradients are those of the window in one batch, up to float32 rounding, however the samples
-    are spread over the micro-batches (if the model treats each sample by itself). Gradients from
-    before do not count, and a parameter that gets none in this window is not stepped. The window's
-    gradients are still in place after the step.
+        gradients  those of the window in one batch, up to rounding; older ones do not count
+        step       one, with the whole window's gradients, which stay
+        passes     one forward pass for each micro-batch, in order
+        memory     one micro-batch's activations, one set of gradients; no output in backward
 
-    The model runs once on each micro-batch, in the mode (train or eval) that it is in; the data are
-    only read. At any moment there are the activations of one micro-batch and one set of gradients:
-    the peak does not depend on the number of micro-batches.
+        >>> accumulate(model, [(x, y), (more_x, more_y)], F.mse_loss, optimizer)
+        tensor(0.6931)
 
     Args:
-        model: from inputs to one output tensor (samples, ...).
-        micro_batches: pairs (tuples or lists) of inputs and targets; both parts of a pair have the
-            same number of samples, other pairs may have another.
-        loss_fn: from an output and its targets to the mean over their samples, a scalar.
-        optimizer: holds the parameters to be trained; it steps once.
+        model: from inputs to one output, each sample by itself.
+        micro_batches: pairs of tensors of one length, in tuples or lists.
+        loss_fn: from output and targets to the mean over samples.
+        optimizer: holds what is trained, the loss's parameters too.
 
     Returns:
-        The mean loss over the window's samples, a scalar without a graph.
+        That loss, a scalar without a graph.
 
     Raises:
-        ValueError: no micro-batch; one that is no pair, is empty, or whose parts differ in length.
-            Names the lengths (0 where there is no micro-batch), and nothing has been changed.
-    """
-    for batch in micro_batches:
-        _check_batch(batch)
-    samples = sum(len(inputs) for inputs, _ in micro_batches)
-    if samples == 0:
-        raise ValueError(f"a window needs a micro-batch, and has {len(micro_batches)}")
+        no micro-batch (0); one that is no pair, is empty, or has two lengths.
 
+    Details:
+        1. A parameter without a gradient in this window is not stepped, whatever it had before.
+        2. A parameter that `optimizer` does not hold, or that is frozen, stays as it is.
+        3. An error in model, loss or optimizer comes through, and no step is taken.
+    """
+    samples = _count_samples(micro_batches)
     optimizer.zero_grad()
     shares = []
     for inputs, targets in micro_batches:
-        # The share of the samples, not 1 / number of micro-batches: they differ in size.
+        # The share of the samples, not 1 / number of micro-batches: they differ in size. No name
+        # for the output: it would live through the backward pass.
         loss = loss_fn(model(inputs), targets) * (len(inputs) / samples)
         # Backward at once, so that this graph is gone before the next one is built.
         loss.backward()
@@ -90,15 +87,21 @@ def accumulate(
     return torch.stack(shares).sum()
 
 
-def _check_batch(batch: Batch) -> None:
-    inputs, targets = _pair(batch)
-    if len(inputs) != len(targets) or len(inputs) == 0:
-        raise ValueError(f"as many inputs as targets, and some: {len(inputs)}, {len(targets)}")
+def _count_samples(micro_batches: Sequence[Batch]) -> int:
+    """The samples of a window that is worth a step; all of it is checked before the first pass."""
+    for batch in micro_batches:
+        inputs, targets = _pair(batch)
+        if len(inputs) != len(targets) or len(inputs) == 0:
+            raise ValueError(f"as many inputs as targets, and some: {len(inputs)}, {len(targets)}")
+    if len(micro_batches) == 0:
+        raise ValueError(f"a window needs a micro-batch, and has {len(micro_batches)}")
+    return sum(len(inputs) for inputs, _ in micro_batches)
 
 
 def _pair(batch: Batch) -> Batch:
     # A tensor of two rows can be unpacked too.
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not is_pair or not all(isinstance(part, Tensor) and part.dim() for part in batch):
         raise ValueError(f"a micro-batch is a pair, inputs and targets, not {batch!r:.60}")
     return batch
 
@@ -115,31 +118,29 @@ def accumulate_tokens(
 ) -> Tensor:
     """One optimizer step on the mean cross entropy over all labelled tokens of a window.
 
-    A token counts once wherever it stands: the loss is the sum over the window's labelled tokens,
-    divided by their number. Micro-batches, and the sequences in them, have different numbers of
-    labelled tokens; a micro-batch may have none (and may then be left out). Otherwise as
-    `accumulate`.
+        divisor  the window's labelled tokens: each counts once
+        window   otherwise as in `accumulate`
+
+        >>> accumulate_tokens(model, [(ids, labels)], optimizer, ignore_index=0)
+        tensor(4.1589)
 
     Args:
-        model: from inputs (samples, length), int64, to logits (samples, length, classes).
-        micro_batches: pairs of inputs and targets, both (samples, length), int64. A target is the
-            label of the token at its place (nothing is to be shifted), or `ignore_index`.
-        optimizer: holds the parameters to be trained; it steps once.
-        ignore_index: the target of a token that has no label.
-
-    Returns:
-        The mean loss over the window's labelled tokens, a scalar without a graph.
+        model: from inputs to logits (samples, length, classes).
+        micro_batches: inputs and targets, both (samples, length), int64. Targets are in place, not
+            to be shifted.
+        ignore_index: the target of a token without a label.
 
     Raises:
-        ValueError: no micro-batch, or none with a labelled token; one that is no pair, is empty, or
-            whose parts differ in shape. Names the numbers or shapes, and nothing has been changed.
+        as in `accumulate`; also two shapes, or no labelled token (0).
+
+    Details:
+        1. A micro-batch without a labelled token adds nothing, and may be left out.
+        2. Targets may be a slice and logits transposed: neither needs to be contiguous.
+        3. Parameters without a gradient, those of others, and errors are as in `accumulate`.
     """
-    for batch in micro_batches:
-        _check_tokens(batch)
     tokens = _count_tokens(micro_batches, ignore_index)
     if tokens == 0:
         raise ValueError(f"{len(micro_batches)} micro-batches with {tokens} labelled tokens")
-
     optimizer.zero_grad()
     shares = []
     for inputs, targets in micro_batches:
@@ -150,14 +151,14 @@ def accumulate_tokens(
     return torch.stack(shares).sum()
 
 
-def _check_tokens(batch: Batch) -> None:
-    inputs, targets = _pair(batch)
-    if inputs.shape != targets.shape or inputs.numel() == 0:
-        shapes = f"{tuple(inputs.shape)}, {tuple(targets.shape)}"
-        raise ValueError(f"inputs and targets of one shape, (samples, length), not {shapes}")
-
-
 def _count_tokens(micro_batches: Sequence[Batch], ignore_index: int) -> int:
+    for batch in micro_batches:
+        inputs, targets = _pair(batch)
+        if inputs.shape != targets.shape or inputs.numel() == 0:
+            shapes = f"{tuple(inputs.shape)}, {tuple(targets.shape)}"
+            raise ValueError(f"inputs and targets of one shape, (samples, length), not {shapes}")
+    if len(micro_batches) == 0:
+        raise ValueError(f"a window needs a micro-batch, and has {len(micro_batches)}")
     return sum(int((targets != ignore_index).sum()) for _, targets in micro_batches)
 
 
@@ -168,7 +169,7 @@ def _sum_over_tokens(logits: Tensor, targets: Tensor, ignore_index: int) -> Tens
     )
 
 
-# Part 3
+# Part 3; mixed precision is part 5
 
 
 def train_epoch(
@@ -185,38 +186,38 @@ def train_epoch(
 ) -> list[WindowResult]:
     """Train on all micro-batches, `window` of them to an optimizer step.
 
-    The last window may be smaller: its loss is the mean over the samples that it has. Forward and
-    loss run under autocast in `dtype`, backward outside; the loss is computed from the output in
-    float32. Each window is unscaled, clipped, stepped and (the scaler) updated once. An overflow in
-    any of its micro-batches skips the whole window: weights, optimizer state and schedule stay.
-    Without a scaler no window is skipped.
+        windows    as in `accumulate`; the last may be shorter: it is divided by what it has
+        data       no micro-batch is taken before the previous window has stepped
+        clipping   once a window, by the norm over all that `optimizer` holds
+        scheduler  advances after each step taken
+        end        `grad` is None, after an error too
 
-    Micro-batches are taken from the iterator as they are needed: none of the next window before
-    this one has stepped. When the epoch ends, by an error too, none of its gradients is left:
-    `grad` is None in the optimizer's parameters (if no window was finished, it may be what it was
-    before). Windows that were finished count, and an unfinished one has not stepped. The model runs
-    once on each micro-batch. At any moment there are the activations of one micro-batch and one set
-    of gradients, whatever the window and the number of windows.
+        >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
     Args:
-        model: from inputs to one output tensor (samples, ...).
-        micro_batches: pairs as in `accumulate`; may be an iterator, which can be read once.
-        loss_fn: from an output and its targets to the mean over their samples, a scalar.
-        optimizer: holds the parameters to be trained; it steps once a window.
-        window: micro-batches to a step.
-        dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        scaler: needed for float16, and None for any other dtype.
-        scheduler: advances once for each step that was taken.
-        max_norm: clip the window's gradients to this norm; None leaves them.
+        micro_batches: any iterable of pairs.
+        window: micro-batches to a step, at least 1.
+        dtype: torch.float32; others, and `scaler`, in details.
+        max_norm: above 0, or None.
 
     Returns:
-        One result for each window, in order.
+        One result for each window.
 
     Raises:
-        ValueError: a window below 1, another dtype, float16 without a scaler or a scaler without
-            float16, a max_norm that is not positive, no micro-batch at all; names the value
-            (0 micro-batches), and nothing has been changed. A bad micro-batch (as in `accumulate`)
-            ends the epoch, and its window does not step.
+        another window, dtype, scaler or max_norm; no micro-batch (0).
+
+    Details:
+        1. Parameters without a gradient, and those of others, are as in `accumulate`.
+        2. An error, or a bad micro-batch, ends the epoch: windows that were finished count, no
+           other has stepped.
+        3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
+           the loss is computed from the output as float32.
+        4. torch.float16, and no other dtype, has a `scaler`: a window is unscaled once, before norm
+           and clipping, and updated once.
+        5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
+           stay. Only the scaler knows of it: neither norm nor loss nor weights do.
+        6. `dtype` holds inside an autocast of the caller too, float32 included.
+        7. The peak is that of `accumulate`, for any number of windows.
     """
     _check_epoch(window, dtype, scaler, max_norm)
     iterator, results = iter(micro_batches), list[WindowResult]()
@@ -240,18 +241,18 @@ def _window_step(
     scaler: GradScaler | None,
     max_norm: float | None,
 ) -> WindowResult:
-    for batch in batches:
-        _check_batch(batch)
-    samples = sum(len(inputs) for inputs, _ in batches)
+    samples = _count_samples(batches)
     optimizer.zero_grad()
     try:
         shares = []
         for inputs, targets in batches:
-            with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-                output = model(inputs)
-                loss = loss_fn(output.float(), targets) * (len(inputs) / samples)
-            # Every micro-batch under the same scale: it may not change before the window's end.
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            device = inputs.device.type
+            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+                loss = loss_fn(model(inputs).float(), targets) * (len(inputs) / samples)
+            # Outside autocast, the caller's too. Every micro-batch under the same scale: it may
+            # not change before the window's end.
+            with torch.autocast(device, enabled=False):
+                (loss if scaler is None else scaler.scale(loss)).backward()
             shares.append(loss.detach().float())
 
         if scaler is not None:
@@ -290,31 +291,6 @@ def _check_epoch(
         raise ValueError(f"max_norm must be positive, not {max_norm}")
 
 
-def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> float:
-    """The learning rate for another number of samples to a step, from one that works.
-
-    Args:
-        lr: the learning rate that was tuned for `batch_size`.
-        batch_size: samples to a step (all micro-batches of a window, all ranks).
-        new_batch_size: samples to a step now.
-        rule: "linear", the rate grows as the batch (SGD: k steps become one k times as long), or
-            "sqrt", as its square root (the noise of a mean falls as 1 / sqrt(samples); Adam).
-
-    Raises:
-        ValueError: another rule; lr not positive, a batch size below 1. Names the value.
-    """
-    if not lr > 0:
-        raise ValueError(f"lr must be positive, not {lr}")
-    for size in (batch_size, new_batch_size):
-        if size < 1:
-            raise ValueError(f"a batch size must be at least 1, not {size}")
-    if rule == "linear":
-        return lr * new_batch_size / batch_size
-    if rule == "sqrt":
-        return lr * math.sqrt(new_batch_size / batch_size)
-    raise ValueError(f"rule must be 'linear' or 'sqrt', not {rule!r}")
-
-
 # Part 4
 
 
@@ -327,40 +303,34 @@ def accumulate_on_ranks(
 ) -> Tensor:
     """`accumulate_tokens` over the windows of all ranks together: one step, equal everywhere.
 
-    Every rank of the model's process group calls this with its own micro-batches. Ranks have
-    different numbers of labelled tokens (a rank may have none) and may have different numbers of
-    micro-batches. The gradients are those of one process that has all ranks' micro-batches in its
-    window: DDP averages over ranks, and what counts is the mean over tokens.
+        divisor  labelled tokens of all ranks; DDP averages
+        sends    one all-reduce of at most 8 numbers before the first forward pass, and DDP's own in
+                 the last backward pass
+        memory   as in `accumulate`
 
-    Communication in a window, for a model without buffers: one small all-reduce before the first
-    forward pass (what each rank has, at most 8 numbers), and DDP's own all-reduce of the gradients
-    once, in the backward pass of the rank's last micro-batch.
+        >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: the model in DDP, from inputs (samples, length) to logits (samples, length, classes).
-        micro_batches: this rank's pairs, as in `accumulate_tokens`.
-        optimizer: holds the model's parameters.
-        ignore_index: the target of a token that has no label.
+        model: in DDP, without buffers.
 
     Returns:
-        This rank's share of the mean loss over all ranks' labelled tokens, a scalar without a
-        graph: the shares of all ranks add up to the loss.
+        This rank's share of the mean loss: the shares add up to it.
 
     Raises:
-        ValueError: on every rank, so that none is left waiting: a rank with no micro-batch or with
-            a bad one (as in `accumulate_tokens`), or no labelled token on any rank. Nothing has
-            been changed. The rank with the bad window names what is bad, as in `accumulate_tokens`.
+        on all ranks, if one has a bad window or none a labelled token.
+
+    Details:
+        1. Any micro-batch, the last too, or a whole rank may be without a labelled token.
+        2. Ranks are those of `model.process_group`, and other groups are not involved.
+        3. Afterwards DDP synchronises as before, after a refused window too.
+        4. The rank with the bad window names what is bad.
+        5. Old gradients, and parameters without a gradient, are as in `accumulate`.
     """
-    problem: ValueError | None = None
+    tokens, problem = 0, None
     try:
-        for batch in micro_batches:
-            _check_tokens(batch)
-        if not micro_batches:
-            raise ValueError(f"a window needs a micro-batch, and has {len(micro_batches)}")
+        tokens = _count_tokens(micro_batches, ignore_index)
     except ValueError as error:
         problem = error  # not raised yet: the others wait in the all-reduce below
-    tokens = 0 if problem else _count_tokens(micro_batches, ignore_index)
-
     device = next(model.parameters()).device
     counts = torch.tensor([tokens, int(problem is not None)], device=device)
     dist.all_reduce(counts, group=model.process_group)
@@ -384,3 +354,36 @@ def accumulate_on_ranks(
         shares.append(loss.detach())
     optimizer.step()
     return torch.stack(shares).sum()
+
+
+# Part 5
+
+
+def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> float:
+    """The learning rate for another number of samples to a step, from one that works.
+
+        linear  it grows as the batch (SGD; Goyal et al., arXiv 1706.02677)
+        sqrt    it grows as the square root of the batch (Adam)
+
+        >>> scaled_lr(0.1, 256, 8192, rule="linear")
+        3.2
+
+    Args:
+        lr: above 0, tuned for `batch_size`.
+        batch_size: samples to a step, of all micro-batches and ranks; at least 1.
+        new_batch_size: the same, now.
+        rule: a name from the table.
+
+    Raises:
+        another rule, lr or batch size.
+    """
+    if not lr > 0:
+        raise ValueError(f"lr must be positive, not {lr}")
+    for size in (batch_size, new_batch_size):
+        if size < 1:
+            raise ValueError(f"a batch size must be at least 1, not {size}")
+    if rule == "linear":
+        return lr * new_batch_size / batch_size
+    if rule == "sqrt":
+        return lr * math.sqrt(new_batch_size / batch_size)
+    raise ValueError(f"rule must be 'linear' or 'sqrt', not {rule!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -63,8 +63,12 @@ def _labelled(batch: Batch, ignore_index: int) -> int:
     return int((targets != ignore_index).sum())
 
 
-def _trained(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _trained(params: list[Tensor]) -> list[Tensor]:
+    return [p for p in params if p.requires_grad]
 
 
 def _drop_gradients(params: list[Tensor]) -> None:
@@ -87,7 +91,7 @@ def _backward_sum(model: nn.Module, batch: Batch, loss_fn: LossFn, params: list[
     """Add the gradients of the sum (not the mean) over the samples; that sum."""
     inputs, targets = batch
     loss = _wide(loss_fn(model(inputs), targets)) * len(inputs)
-    loss.backward(inputs=params)
+    loss.backward(inputs=_trained(params))
     return loss.detach()
 
 
@@ -108,7 +112,8 @@ def _backward_share(
     goal = loss * share
     if scaler is not None:
         goal = scaler.scale(goal)
-    goal.backward(inputs=params)
+    with torch.autocast(inputs.device.type, enabled=False):
+        goal.backward(inputs=_trained(params))
     return loss.detach().float()
 
 
@@ -133,18 +138,13 @@ def _measure(params: list[Tensor]) -> tuple[Tensor, bool]:
 
 @contextmanager
 def _all_or_nothing(model: nn.Module, params: list[Tensor]) -> Iterator[None]:
-    """Put gradients aside; bring them and the buffers back if the window does not come to its end.
-
-    After a window that does, no parameter has a gradient.
-    """
-    gradients = [p.grad for p in params]
+    """Leave no gradient; bring the buffers back if the window does not come to its end."""
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     _drop_gradients(params)
     try:
         yield
     except BaseException:
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
+        _drop_gradients(params)
         with torch.no_grad():
             for b, value in buffers:
                 b.copy_(value)
@@ -158,7 +158,7 @@ def accumulate(
     model: nn.Module, micro_batches: Sequence[Batch], loss_fn: LossFn, optimizer: Optimizer
 ) -> Tensor:
     samples = sum(_samples(batch) for batch in _some(micro_batches))
-    params = _trained(optimizer)
+    params = _held(optimizer)
     _drop_gradients(params)
     total = sum(_backward_sum(model, batch, loss_fn, params) for batch in micro_batches)
     _rescale(params, 1 / samples)
@@ -179,12 +179,12 @@ def accumulate_tokens(
     tokens = sum(_labelled(batch, ignore_index) for batch in _some(micro_batches))
     if tokens == 0:
         raise ValueError(f"0 labelled tokens in {len(micro_batches)} micro-batches")
-    params = _trained(optimizer)
+    params = _held(optimizer)
     _drop_gradients(params)
     total = torch.zeros(())
     for batch in micro_batches:
         nll = _token_nll(model, batch, ignore_index)
-        nll.backward(inputs=params)
+        nll.backward(inputs=_trained(params))
         total = total.to(nll.device) + nll.detach()
         del nll
     _rescale(params, 1 / tokens)
@@ -216,15 +216,14 @@ def train_epoch(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
 
-    params = _trained(optimizer)
+    params = _held(optimizer)
     source = iter(micro_batches)
     results: list[WindowResult] = []
-    taken = window
-    while taken == window:  # a window that came out short was the last
+    while (first := next(source, None)) is not None:
         with _all_or_nothing(model, params):
-            taken = samples = 0
+            samples = 0
             total = torch.zeros(())
-            for batch in islice(source, window):
+            for batch in chain([first], islice(source, window - 1)):
                 # The gradients are at any moment those of the mean over the samples so far. So the
                 # window's size need not be known before its end, and no micro-batch is ever scaled
                 # higher than it would be alone, which is what float16 can hold.
@@ -234,11 +233,6 @@ def train_epoch(
                 loss = _backward_share(model, batch, loss_fn, params, share, dtype, scaler)
                 total = total.to(loss.device) + loss * new
                 samples += new
-                taken += 1
-            if taken == 0:
-                if not results:
-                    raise ValueError("0 micro-batches in the epoch")
-                break
             if scaler is not None:
                 scaler.unscale_(optimizer)
             norm, finite = _measure(params)
@@ -256,6 +250,8 @@ def train_epoch(
         if finite and scheduler is not None:
             scheduler.step()
         results.append(WindowResult(total / samples, norm.float(), not finite))
+    if not results:
+        raise ValueError("0 micro-batches in the epoch")
     return results
 
 
@@ -298,7 +294,7 @@ def accumulate_on_ranks(
     if tokens == 0:
         raise ValueError(f"0 labelled tokens on all {ranks} ranks")
 
-    params = _trained(optimizer)
+    params = _held(optimizer)
     _drop_gradients(params)
 
     def backward(batch: Batch) -> Tensor:

@@ -184,7 +184,8 @@ def _train_window(
             loss = loss_fn(model(inputs).float(), targets)
         loss = loss.float() * (count / samples)
         total += loss.detach()
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        with torch.autocast(inputs.device.type, enabled=False):  # the caller's
+            (loss if scaler is None else scaler.scale(loss)).backward()
         del loss  # its graph must not live through the next forward pass
 
     if scaler is not None:

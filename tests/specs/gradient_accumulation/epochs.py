@@ -1,93 +1,186 @@
-"""What the specs of train_epoch share: a run with all its parts, and one with large batches."""
+"""The worlds that train_epoch is put into."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+import math
 
 import torch
-from torch import nn
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch import Tensor
 
-from kit.laws.precisions import scaler_for
 from kit.laws.toys import mse
-from specs.gradient_accumulation.common import Batch, LossFn, count_steps, joined
+from kit.laws.trace import Planted, World
+from kit.laws.twists import (
+    fails,
+    foreign,
+    frozen,
+    gradient,
+    huge,
+    inside_autocast,
+    loss_with_a_parameter,
+    option,
+    put,
+    refused,
+    stale,
+    trained_before,
+    unused,
+)
+from specs.gradient_accumulation.scenarios import (
+    BATCH_NORM,
+    MODES,
+    NO_PAIRS,
+    NOTHING,
+    OLDER,
+    OWN_LOSS,
+    STEPS,
+    Row,
+    Rows,
+    backward_fails,
+    bad,
+    failing,
+    only,
+    regression,
+    repeated,
+    sequences,
+    sizes,
+    tag,
+)
 
-# Rounding of one 16-bit operation; sums of a few hundred products stay within four of them.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
-
-
-class Epoch:
-    """A model and all that trains it: SGD with momentum, a scaler for float16, a schedule."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        lr: float = 0.02,
-        momentum: float = 0.9,
-        **scaler: float,
-    ) -> None:
-        self.model, self.dtype = model, dtype
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-        self.scaler = scaler_for(dtype, device, **scaler)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.5)
-        self.steps = count_steps(self.optimizer)
-        self.start = self.weights()
-
-    def run(
-        self,
-        answer: object,
-        batches: Iterable[Batch],
-        window: int,
-        loss_fn: LossFn = mse,
-        max_norm: float | None = None,
-    ) -> list:
-        return answer.train_epoch(
-            self.model,
-            batches,
-            loss_fn,
-            self.optimizer,
-            window=window,
-            dtype=self.dtype,
-            scaler=self.scaler,
-            scheduler=self.scheduler,
-            max_norm=max_norm,
-        )
-
-    def weights(self) -> torch.Tensor:
-        return parameters_to_vector(self.model.parameters()).detach().clone()
-
-    def rate(self) -> float:
-        return self.scheduler.get_last_lr()[0]
+INF, NAN, HALF = math.inf, math.nan, option(max_norm=0.5)
 
 
-def with_large_batches(
-    epoch: Epoch, batches: Sequence[Batch], window: int, max_norm: float
-) -> list[tuple[float, float]]:
-    """The slow and obvious epoch: each window in one batch. Its losses and gradient norms."""
-    results = []
-    for start in range(0, len(batches), window):
-        inputs, targets = joined(batches[start : start + window])
-        epoch.optimizer.zero_grad()
-        loss = mse(epoch.model(inputs), targets)
-        loss.backward()
-        norm = clip_grad_norm_(epoch.model.parameters(), max_norm)
-        epoch.optimizer.step()
-        epoch.scheduler.step()
-        results.append((loss.item(), norm.item()))
-    return results
+def epoch() -> World:
+    """Seven micro-batches in windows of three: the last window has one."""
+    world = regression(3, 5, 2, 4, 1, 6, 2)
+    world.options, world.gamma = {"window": 3}, 0.5
+    return world
 
 
-def spoil(parameter: torch.Tensor, at: int) -> torch.utils.hooks.RemovableHandle:
-    """Make one element of the gradient infinite in the backward pass number `at`, from 0."""
-    passes = itertools.count()
+def matrix_loss(out: Tensor, y: Tensor) -> Tensor:
+    """Ends in a matrix product, which autocast computes in 16 bits."""
+    error = (out - y).square().reshape(1, -1)
+    return (torch.ones_like(error) @ error.T).sum() / error.numel()
 
-    def hook(grad: torch.Tensor) -> torch.Tensor:
-        if next(passes) == at:
-            grad = grad.clone()
-            grad[-1] = torch.inf
-        return grad
 
-    return parameter.register_hook(hook)
+def _settings(
+    dtype: object = torch.float32, scaler: object = None, *mentions: str, **options: object
+) -> Row:
+    return refused(put(dtype=dtype, scaler=scaler), option(**options), mentions=mentions)
+
+
+BAD_OPTIONS: dict[str, Row] = {
+    **{f"window {n}": _settings(torch.float32, None, str(n), window=n) for n in (0, -3)},
+    **{
+        f"max_norm {value}": _settings(torch.float32, None, str(value), max_norm=value)
+        for value in (-2.5, 0.0, NAN, -INF)
+    },
+}
+BAD_PRECISIONS: dict[str, Row] = {
+    "dtype float64": _settings(torch.float64, None, "float64"),
+    "float16 without a scaler": _settings(torch.float16, None, "float16"),
+    "a scaler with bfloat16": _settings(torch.bfloat16, {"init_scale": 2.0}, "bfloat16"),
+    "a scaler with float32": _settings(torch.float32, {"init_scale": 2.0}, "float32"),
+}
+FLOAT32: dict[str, Rows] = {
+    "windows": {
+        "seven micro-batches in windows of 3": (),
+        **{f"windows of {n}": (option(window=n),) for n in (1, 2, 4, 7, 10)},
+        "small last micro-batch": (sizes(4, 4, 4, 4, 4, 1), option(window=2)),
+        "the same micro-batch again": (repeated,),
+        "samples of several lengths": (sequences,),
+        "a list": (tag("list"),),
+        **STEPS,
+        **OLDER,
+        **OWN_LOSS,
+    },
+    "modes": MODES | {"batch norm": BATCH_NORM["batch norm"]},
+    "data": {"six micro-batches": (only(*range(6)),)},
+    "clipping": {
+        "clipped": (HALF,),
+        "max_norm that nothing reaches": (option(max_norm=1e4),),
+        "max_norm inf": (option(max_norm=INF),),
+        "gradients of zero": (option(max_norm=1.0), put(loss=lambda out, y: mse(out, y) * 0)),
+        "a loss with a parameter, clipped": (loss_with_a_parameter, HALF),
+        "a group for each parameter, clipped": (HALF, put(groups=True)),
+    },
+    "scheduler": {
+        "no schedule": (put(gamma=None),),
+        "an infinite gradient": (gradient(INF, 4),),
+        "an infinite gradient, clipped": (gradient(INF, 4), option(max_norm=1.0)),
+        "a schedule over windows of one": (option(window=1), HALF),
+    },
+    "end": {
+        "stale gradients, a window of 10": (stale, option(window=10)),
+        "a loss with a parameter, windows of 2": (loss_with_a_parameter, option(window=2)),
+    },
+    "others": {
+        "a parameter without a gradient": (unused,),
+        "a parameter without a gradient, clipped": (unused, HALF),
+        "a frozen parameter": (frozen, HALF),
+        "a foreign parameter": (foreign, HALF, tag("foreign")),
+    },
+    "errors": {
+        **failing("model", 1, 4, 7),
+        **failing("loss", 3, 5),
+        **failing("step", 2, 3, 4),
+        **failing("data", 4, 6, 7),
+        "the backward pass fails at 5": (trained_before, backward_fails(5, Planted)),
+        "the data fail at once": (stale, fails("data", 2), tag("early")),
+        "the model fails, a loss with a parameter": (loss_with_a_parameter, fails("model", 5)),
+        **bad(NO_PAIRS, 3, 5, 6),
+        **bad(NO_PAIRS, 0, 2, tags=["early"]),
+    },
+    "options": BAD_OPTIONS | NOTHING,
+    "precisions": BAD_PRECISIONS,
+}
+SIXTEEN_BITS: dict[str, Rows] = {
+    "autocast": {
+        "a plain epoch": (),
+        "a loss that ends in a matrix product": (put(loss=matrix_loss),),
+        "a loss with a parameter": (loss_with_a_parameter, HALF),
+        "samples of several lengths": (sequences,),
+    },
+    "scaler": {
+        "clipped": (HALF, sizes(4, 1, 6)),
+        "clipped, a group for each parameter": (HALF, put(groups=True), trained_before),
+        "max_norm that nothing reaches": (option(max_norm=1e4),),
+        "max_norm inf": (option(max_norm=INF),),
+        "a parameter without a gradient": (unused, HALF),
+        "a foreign parameter": (foreign, HALF, tag("foreign")),
+    },
+    "skipped": {
+        **{f"an infinite gradient at {n}": (gradient(INF, n), trained_before) for n in (1, 5, 6)},
+        "a NaN gradient at 7": (gradient(NAN, 7), trained_before),
+        "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
+        "an infinite gradient, clipped": (gradient(INF, 4), option(max_norm=1.0)),
+        "an infinite loss with finite gradients": (put(loss=lambda out, y: mse(out, y) + INF),),
+        "a gradient of 1e25, whose square is no float32": (huge(1e25), tag("norm beyond float32")),
+    },
+    "errors in 16 bits": {
+        "the model fails at 5": (trained_before, fails("model", 5)),
+        "the data fail at 6": (trained_before, fails("data", 6)),
+        "the step fails": (trained_before, fails("step", 3)),
+    },
+}
+FLOAT16: dict[str, Rows] = {
+    "growing": {
+        "a scale that grows in every window": (
+            put(scaler={"init_scale": 64.0, "growth_interval": 1}),
+        ),
+        "a scale that grows after two windows": (
+            put(scaler={"init_scale": 64.0, "growth_interval": 2}),
+            option(window=2),
+        ),
+        "a scale that falls a little": (
+            put(scaler={"init_scale": 64.0, "backoff_factor": 0.9}),
+            gradient(INF, 4),
+        ),
+        "a scale of 65536": (put(scaler={"init_scale": 65536.0}, loss=lambda out, y: out.mean()),),
+        "two infinite gradients in a window": (gradient(INF, 4), gradient(INF, 6)),
+    }
+}
+CALLERS: dict[str, Rows] = {
+    "the caller's autocast": {
+        "inside bfloat16": (inside_autocast(torch.bfloat16),),
+        "inside float16 without cache": (inside_autocast(torch.float16, cache=False),),
+    }
+}

@@ -1,37 +1,31 @@
-"""What the specs about tokens share: a model, micro-batches with few labels, the slow truth."""
+"""The worlds of accumulate_tokens, and what those of accumulate_on_ranks are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kit.laws import draw
-from specs.gradient_accumulation.common import Batch
+from kit.laws.trace import Probe, World
+from kit.laws.twists import Twist, option, put, refused, trained_before
+from specs.gradient_accumulation import scenarios as of_samples
+from specs.gradient_accumulation.scenarios import Row, Rows, bad, only, repeated, tag
 
 CLASSES = 5
+Shapes = Sequence[tuple[int, int, int]]
 # Samples, length, labelled tokens: 12, 6, 3 and 1, and as many tokens without a label.
-UNEQUAL = ((3, 4, 12), (2, 5, 6), (1, 9, 3), (4, 3, 1))
+UNEQUAL: Shapes = ((3, 4, 12), (2, 5, 6), (1, 9, 3), (4, 3, 1))
 
 
-def language_model(device: torch.device | str) -> nn.Sequential:
-    """From (samples, length) to logits (samples, length, 5), each token by itself."""
-    draw.seed(4)
-    return nn.Sequential(nn.Embedding(8, 6), nn.Tanh(), nn.Linear(6, CLASSES)).to(device)
-
-
-def labelled(
-    shapes: Sequence[tuple[int, int, int]],
-    device: torch.device | str,
-    ignore_index: int = -100,
-    seed: int = 5,
-) -> list[Batch]:
+def labelled(shapes: Shapes, ignore_index: int = -100, seed: int = 5) -> list[Any]:
     """Micro-batches of (samples, length) with so many labels at random places.
 
-    Micro-batch n has tokens from n to n + 3 only, so that no two have similar gradients. Pairs are
-    lists, as DataLoader's are. Targets are a slice of a wider tensor, which view(-1) does not take.
+    Micro-batch n has tokens from n to n + 3 only, so that no two have similar gradients. Targets
+    are a slice of a wider tensor, which view(-1) does not take.
     """
     generator = draw.generator(seed)
     classes = torch.tensor([label for label in range(CLASSES) if label != ignore_index])
@@ -41,42 +35,88 @@ def labelled(
         targets = torch.full((samples * length,), ignore_index)
         places = torch.randperm(samples * length, generator=generator)[:labels]
         targets[places] = classes[draw.randint(len(classes), (labels,), generator=generator)]
-        wider = F.pad(targets.view(samples, length), (1, 0)).to(device)
-        batches.append([inputs.to(device), wider[:, 1:]])
+        batches.append([inputs, F.pad(targets.view(samples, length), (1, 0))[:, 1:]])
     return batches
 
 
-def token_losses(model: nn.Module, batch: Batch, ignore_index: int = -100) -> Tensor:
-    """-log p(label) of each labelled token: the definition, slow and obvious."""
-    inputs, targets = batch
-    probabilities = model(inputs).softmax(-1)
-    losses = [
-        -probabilities[sample, place, targets[sample, place]].log()
-        for sample, place in (targets != ignore_index).nonzero().tolist()
-    ]
-    return torch.stack(losses) if losses else probabilities.new_zeros(0)
-
-
-def window_loss(model: nn.Module, batches: Sequence[Batch], ignore_index: int = -100) -> Tensor:
-    """The mean over all labelled tokens of the window."""
-    return torch.cat([token_losses(model, batch, ignore_index) for batch in batches]).mean()
-
-
-def wide_model(device: torch.device) -> nn.Module:
+def language_model() -> nn.Sequential:
+    """From (samples, length) to logits (samples, length, 5), each token by itself."""
     draw.seed(4)
-    return nn.Sequential(nn.Embedding(64, 24), nn.Linear(24, 512)).to(device)
+    return nn.Sequential(nn.Embedding(8, 6), Probe(), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
-def deep_language_model(device: torch.device) -> nn.Module:
-    """Gradients are nearly all that it needs for a few tokens: 12 weights of 64 x 64."""
-    draw.seed(4)
-    layers = [nn.Linear(64, 64) for _ in range(10)]
-    return nn.Sequential(nn.Embedding(64, 64), *layers, nn.Linear(64, 64)).to(device)
+def tokens() -> World:
+    sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    return World(language_model(), labelled(UNEQUAL), sgd=sgd)
 
 
-def many_tokens(device: torch.device, count: int) -> list[Batch]:
-    """Micro-batches of (4, 96) tokens, every third of them without a label."""
-    inputs = draw.randint(64, (count, 4, 96), device=device)
-    targets = draw.randint(512, (count, 4, 96), device=device)
-    targets[..., ::3] = -100
-    return list(zip(inputs, targets, strict=True))
+def of(*shapes: tuple[int, int, int], ignore_index: int = -100) -> Twist:
+    return lambda w: put(batches=labelled(shapes, ignore_index))(w)
+
+
+def adapter(w: World) -> None:
+    """A parameter that is no part of the model is trained with it."""
+    shift = w.extra["adapter"] = nn.Parameter(torch.zeros(CLASSES))
+    shift.grad = torch.full_like(shift, 1000.0)
+    w.model.register_forward_hook(lambda _, args, logits: logits + shift)
+
+
+def transposed(w: World) -> None:
+    """Logits lie in memory as a convolution leaves them."""
+    w.model.register_forward_hook(lambda _, args, logits: logits.mT.contiguous().mT)
+
+
+def no_labels(at: int) -> Row:
+    """Micro-batch `at` of four has no label."""
+    return (of(*UNEQUAL[:at], (2, 3, 0), *UNEQUAL[at:3]), tag("no labels"))
+
+
+def rows(one: float, other: float) -> Tensor:
+    """Where the two rows of the model in the steps by hand have moved."""
+    return torch.tensor([[one, -one], [-other, other]])
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int64)
+
+
+NO_TOKENS: dict[str, tuple[Any, ...]] = {
+    "no samples": ((ids(0, 3), ids(0, 3)), "0"),
+    "no length": ((ids(3, 0), ids(3, 0)), "0"),
+    "another length": ((ids(2, 5), ids(2, 4)), "5", "4"),
+    "as many elements": ((ids(2, 6), ids(6, 2)), "2", "6"),
+    "one target for all": ((ids(4, 3), ids(1, 3)), "4", "1"),
+    "three tensors": ((ids(2, 3), ids(2, 3), ids(2, 3)),),
+    "one tensor of two rows": (ids(2, 3),),
+    "a tensor and None": ((ids(2, 3), None),),
+}
+NO_LABEL: Rows = {
+    f"no label in any place, ignore_index {n}": refused(
+        of((2, 3, 0), (1, 5, 0), ignore_index=n), option(ignore_index=n), mentions=("0",)
+    )
+    for n in (-100, 2)
+}
+TOKENS = {
+    "divisor": {
+        "12, 6, 3 and 1 labelled tokens": (),
+        "one micro-batch": (only(1),),
+        "more than 512 tokens": (of((2, 5, 6), (3, 400, 907), (1, 4, 2)),),
+        "2,049 of 2,400 tokens labelled": (of((4, 600, 2049), (1, 4, 4)),),
+        "12 micro-batches": (of(*[(2, n, n) for n in range(1, 13)]),),
+        "the same micro-batch again": (repeated,),
+    },
+    "ignore_index": {
+        f"ignore_index {n}": (of(*UNEQUAL, ignore_index=n), option(ignore_index=n))
+        for n in (0, 3, -1)
+    },
+    "window": of_samples.STEPS | of_samples.OLDER | {"an adapter": (adapter, trained_before)},
+    "modes": of_samples.MODES,
+    "no labels": {f"no label in micro-batch {at + 1}": no_labels(at) for at in (0, 1, 3)}
+    | {"one label in all": (of((2, 3, 0), (1, 4, 1), (3, 2, 0)), tag("no labels"))},
+    "strides": {
+        "logits transposed": (transposed,),
+        "as many places as classes": (of((1, 5, 3), (3, 5, 8)), transposed),
+    },
+    "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS,
+    "bad": {**bad(NO_TOKENS, 0, 1, 3), **of_samples.NOTHING, **NO_LABEL},
+}

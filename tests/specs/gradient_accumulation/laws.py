@@ -1,0 +1,127 @@
+"""The laws of a window: as the oracle does, apart from what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kit.answers.catalogue import Entry
+from kit.laws.law import Law
+from kit.laws.precisions import PRECISIONS
+from kit.laws.trace import Trace, World
+from specs.gradient_accumulation import oracle
+from specs.gradient_accumulation.epochs import CALLERS, FLOAT16, FLOAT32, SIXTEEN_BITS, epoch
+from specs.gradient_accumulation.scenarios import ACCUMULATE, Rows, window
+from specs.gradient_accumulation.tokens import TOKENS, tokens
+
+
+def _broke_off(want: Trace, w: World) -> bool:
+    return want["outcome"] not in ("returns", "ValueError")
+
+
+def _clips_an_infinity(want: Trace, w: World) -> bool:
+    return "not finite" in w.tags and w.scaler is None and "max_norm" in w.options
+
+
+# What was on the way when an error came is nobody's business, nor are gradients of others.
+_ON_THE_WAY = "passes|loss calls|buffers|random|scaler|steps taken at"
+FREE = (
+    ("kept gradients", lambda _, w: "foreign" in w.tags or "early" in w.tags),
+    ("passes|loss calls|random", lambda _, w: "no labels" in w.tags),
+    (_ON_THE_WAY, _broke_off),
+)
+WINDOW_FREE = (*FREE, ("kept gradients", _broke_off))
+EPOCH_FREE = (
+    *FREE,
+    (_ON_THE_WAY, lambda _, w: "bad micro-batch" in w.tags),
+    ("grad_norm", lambda _, w: "norm beyond float32" in w.tags),
+    # What clipping makes of an infinity that no scaler keeps away from the weights.
+    ("gradients at|weights|optimizer state", _clips_an_infinity),
+)
+
+
+def _rounding(w: World) -> float:
+    """16 bits are rounded at every operation; where the share is multiplied in is free."""
+    return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(w.dtype, 1e-4)
+
+
+def _clauses(gradients: str, step: str, passes: str) -> dict[str, tuple[str | int, str]]:
+    return {
+        "outcome": ("Raises", "this input is not checked, or an error is kept back"),
+        "message": ("Raises", "the message does not say which value was wrong"),
+        "number of results": ("windows", "one for each window, a short last one too"),
+        "optimizer steps": (step, "a step too many, or none"),
+        "steps taken at": ("data", "micro-batches are read ahead of the step"),
+        "passes forward": (passes, "a pass too many or too few, or in another mode or precision"),
+        "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
+        "passes back": (passes, "backward passes are joined, or run under autocast"),
+        "gradients at": (gradients, "another divisor, or stale gradients are in it"),
+        "loss": (gradients, "another divisor, another dtype, or it is kept with its graph"),
+        "result": (gradients, "another divisor, another dtype, or it is kept with its graph"),
+        "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
+        "grad_norm": ("clipping", "it is scaled still, clipped, or not over all that was trained"),
+        "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),
+        "kept gradients": (step, "gradients are cleared, or begun, at another moment"),
+        "weights": (step, "another step was taken"),
+        "optimizer state": (step, "another step was taken"),
+        "optimizer groups": ("scheduler", "the schedule is ahead of the steps, or behind"),
+        "scaler": (4, "update() is missing, called twice, or called for something else"),
+        "schedule": ("scheduler", "the schedule advances at another time than with a step taken"),
+        "buffers": ("untouched", "the model runs more than once, or in another mode"),
+        "random state": ("untouched", "a seed is set, or random numbers are drawn"),
+    }
+
+
+def _accumulate(answer: ModuleType, w: World) -> Any:
+    return answer.accumulate(w.model, w.batches, w.loss_fn, w.optimizer)
+
+
+def _tokens(answer: ModuleType, w: World) -> Any:
+    return answer.accumulate_tokens(w.model, w.batches, w.optimizer, **w.options)
+
+
+def _epoch(answer: ModuleType, w: World) -> Any:
+    given = {"dtype": w.dtype, "scaler": w.grad_scaler, "scheduler": w.scheduler}
+    return answer.train_epoch(w.model, oracle.data(w), w.loss_fn, w.optimizer, **given, **w.options)
+
+
+class WindowLaw(Law):
+    """Of the mistakes in helpers only those of its own can be seen."""
+
+    def _is_about(self, mistake: Entry) -> bool:
+        helpers = {
+            "accumulate": ("_count_samples", "_pair"),
+            "accumulate_tokens": ("_count_tokens", "_pair", "_sum_over_tokens"),
+            "train_epoch": ("_count_samples", "_window_step", "_step", "_check_epoch"),
+        }
+        return any(hunk.scope in (self.function, *helpers[self.function]) for hunk in mistake.hunks)
+
+
+def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: str) -> Law:
+    told, name = _clauses(*clauses), oracle_of.__name__
+    clause_of, meanings = ({key: pair[n] for key, pair in told.items()} for n in (0, 1))
+    rest = (clause_of, meanings, _rounding, 5)
+    return WindowLaw("gradient_accumulation", name, call, oracle_of, base, free, *rest)
+
+
+def _add(law: Law, groups: Mapping[str, Rows], *precisions: str) -> None:
+    for group, rows in groups.items():
+        law.add(group, [(name, *twists) for name, twists in rows.items()], *precisions)
+
+
+ACCUMULATED = _law(
+    _accumulate, oracle.accumulate, window, WINDOW_FREE, "gradients", "step", "passes"
+)
+_add(ACCUMULATED, ACCUMULATE)
+OF_TOKENS = _law(
+    _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window"
+)
+_add(OF_TOKENS, TOKENS)
+OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, "windows", "windows", "windows")
+_add(OF_AN_EPOCH, FLOAT32)
+_add(OF_AN_EPOCH, SIXTEEN_BITS, "bf16", "fp16")
+_add(OF_AN_EPOCH, FLOAT16, "fp16")
+_add(OF_AN_EPOCH, CALLERS, *PRECISIONS)

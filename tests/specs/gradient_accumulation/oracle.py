@@ -1,0 +1,156 @@
+"""The contract of gradient_accumulation as slow and obvious code; its divisors differ."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kit.laws.trace import World
+
+
+class Window(NamedTuple):
+    loss: Any
+    grad_norm: Tensor
+    skipped: bool
+
+
+def accumulate(w: World) -> Any:
+    """A sample counts 1 / samples of the window."""
+    samples = _samples(w.batches)
+    _clear(w)
+    loss = sum(_backward(w, *batch, samples) for batch in w.batches)
+    w.optimizer.step()
+    return loss
+
+
+def accumulate_tokens(w: World) -> Any:
+    """A labelled token counts 1 / labelled tokens of the window."""
+    return accumulate_on_ranks(w, 0, [w.batches])
+
+
+def accumulate_on_ranks(w: World, rank: int, windows: list[Any]) -> Any:
+    """A labelled token counts 1 / labelled tokens of all ranks; a twin runs those of the others."""
+    _refuse_unless(all(windows))
+    tokens = sum(_labels(w, batch) for window in windows for batch in window)
+    _refuse_unless(tokens > 0)
+    _clear(w)
+    twin = copy.deepcopy(w.model) if len(windows) > 1 else w.model
+    loss = sum(_token_backward(w, w.model, *batch, tokens) for batch in windows[rank])
+    for number, window in enumerate(windows):
+        for batch in window if number != rank else ():
+            _token_backward(w, twin, *batch, tokens)
+    for p, other in zip(w.model.parameters(), twin.parameters(), strict=True):
+        if p is not other and p.grad is not None and other.grad is not None:
+            p.grad += other.grad
+    w.optimizer.step()
+    return loss
+
+
+def train_epoch(w: World) -> list[Window]:
+    """Windows of one micro-batch after another, until there are none."""
+    size, max_norm, source = w.options["window"], w.options.get("max_norm"), iter(data(w))
+    _refuse_unless(size >= 1)
+    _refuse_unless(w.dtype in (torch.float32, torch.bfloat16, torch.float16))
+    _refuse_unless((w.grad_scaler is not None) == (w.dtype == torch.float16))
+    _refuse_unless(max_norm is None or max_norm > 0)
+    results = list[Window]()
+    try:
+        while window := [batch for _, batch in zip(range(size), source, strict=False)]:
+            results.append(_window(w, window))
+            if w.scheduler is not None and not results[-1].skipped:
+                w.scheduler.step()
+    finally:
+        if w.batches:
+            _clear(w)
+    _refuse_unless(len(results) > 0)
+    return results
+
+
+def data(w: World) -> Any:
+    """The micro-batches as an iterator, which notes how many steps were taken at each request."""
+    requests = w.notes["steps taken at each request"] = list[int]()
+
+    def requested() -> Any:
+        for batch in w.batches:
+            requests.append(len(w.steps))
+            w.visits("data")
+            yield batch
+        requests.append(len(w.steps))
+
+    return w.batches if "list" in w.tags else requested()
+
+
+def _window(w: World, window: list[Any]) -> Window:
+    samples, scaler, max_norm = _samples(window), w.grad_scaler, w.options.get("max_norm")
+    _clear(w)
+    loss = sum(_backward(w, *batch, samples) for batch in window)
+    if scaler is not None:
+        scaler.unscale_(w.optimizer)
+    gradients = [p.grad for p in _held(w) if p.grad is not None]
+    norms = [g.double().norm() for g in gradients] or [torch.zeros(())]
+    norm = torch.stack(norms).norm().float()
+    if max_norm is not None and norm > max_norm:
+        for g in gradients:
+            g.mul_(max_norm / norm)
+    if scaler is None:
+        w.optimizer.step()
+        return Window(loss, norm, False)
+    before = scaler.get_scale()
+    scaler.step(w.optimizer)
+    scaler.update()
+    return Window(loss, norm, scaler.get_scale() < before)
+
+
+def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor:
+    """Add the gradients of these samples' part of the window's mean; the part."""
+    with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
+        loss = w.loss_fn(w.model(inputs).float(), targets)
+    with torch.autocast(w.device.type, enabled=False):
+        part = loss * len(inputs) / samples
+        (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
+    return part.detach().float()
+
+
+def _token_backward(w: World, model: Any, inputs: Tensor, targets: Tensor, tokens: int) -> Tensor:
+    logits, ignored = model(inputs).flatten(0, 1), w.options.get("ignore_index", -100)
+    losses = F.cross_entropy(logits, targets.flatten(), ignore_index=ignored, reduction="none")
+    loss = losses.sum() / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def _held(w: World) -> list[Tensor]:
+    return [p for group in w.optimizer.param_groups for p in group["params"]]
+
+
+def _clear(w: World) -> None:
+    for p in _held(w):
+        p.grad = None
+
+
+def _samples(window: list[Any]) -> int:
+    _refuse_unless(len(window) > 0)
+    for batch in window:
+        _check_pair(batch)
+        _refuse_unless(len(batch[0]) == len(batch[1]) > 0)
+    return sum(len(inputs) for inputs, _ in window)
+
+
+def _labels(w: World, batch: Any) -> int:
+    _check_pair(batch)
+    _refuse_unless(batch[0].shape == batch[1].shape and batch[0].numel() > 0)
+    return int((batch[1] != w.options.get("ignore_index", -100)).sum())
+
+
+def _check_pair(batch: Any) -> None:
+    _refuse_unless(isinstance(batch, (tuple, list)) and len(batch) == 2)
+    _refuse_unless(all(isinstance(part, Tensor) and part.dim() > 0 for part in batch))
+
+
+def _refuse_unless(ok: bool) -> None:
+    if not ok:
+        raise ValueError("the contract refuses this")

@@ -1,0 +1,195 @@
+"""The windows of all ranks: what each rank is given, and the law of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kit.answers.catalogue import Entry
+from kit.laws.law import Law
+from kit.laws.trace import Trace, World, observe
+from kit.laws.twists import Twist, foreign, stale, trained_before, unused
+from specs.gradient_accumulation import oracle
+from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, Shapes, labelled, tokens
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shapes for each rank; a bad micro-batch of some, with words of the message."""
+
+    windows: tuple[Shapes, Shapes]
+    twists: tuple[Twist, ...] = ()
+    bad: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
+    refused: bool = False
+    ignore_index: int = -100
+    again: bool = False  # the last micro-batch of each rank comes twice
+    own_group: bool = False  # each rank's model has a process group of that rank alone
+
+
+def _bad(bad: Mapping[int, tuple[Any, ...]], windows: tuple[Shapes, Shapes] | None = None) -> Plan:
+    return Plan(windows or UNEVEN, (trained_before,), bad, refused=True)
+
+
+UNEVEN: tuple[Shapes, Shapes] = (UNEQUAL, ((2, 5, 6),))
+NOTHING = (None, "0")
+SHAPES = NO_TOKENS["another length"]
+GROUPS: dict[str, dict[str, Plan]] = {
+    "divisor": {
+        "12 tokens and 1": Plan((((3, 4, 12),), ((4, 3, 1),))),
+        "4 micro-batches and 1": Plan(UNEVEN),
+        "1 micro-batch and 3": Plan((((2, 5, 6),), ((1, 4, 3), (3, 3, 8), (2, 2, 1)))),
+        "2,049 tokens and 4": Plan((((3, 700, 2049),), ((1, 4, 4),))),
+        "the same micro-batch again": Plan(UNEVEN, again=True),
+        **{f"ignore_index {n}": Plan(UNEVEN, ignore_index=n) for n in (0, 3)},
+    },
+    "no labels": {
+        "a rank without labels": Plan((((3, 4, 12), (1, 4, 2)), ((2, 3, 0),))),
+        "the other rank without labels": Plan((((2, 3, 0), (1, 3, 0)), ((3, 4, 12),))),
+        "the last without labels": Plan((((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0)))),
+    },
+    "older": {
+        "stale gradients": Plan(UNEVEN, (stale,)),
+        "in the middle of training": Plan(UNEVEN, (trained_before,)),
+        "a parameter without a gradient": Plan(UNEVEN, (unused,)),
+        "a foreign parameter": Plan(UNEVEN, (foreign,)),
+        "eval mode": Plan(UNEVEN, (lambda w: w.model.eval(),)),
+    },
+    "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
+    "bad": {
+        **{
+            f"{kind}, on rank {rank}": _bad({rank: NO_TOKENS[kind]})
+            for kind in ("as many elements", "no length", "one tensor of two rows")
+            for rank in (0, 1)
+        },
+        **{f"no micro-batch on rank {rank}": _bad({rank: NOTHING}) for rank in (0, 1)},
+        "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
+    },
+    "names": {
+        "bad on both ranks": _bad({0: SHAPES, 1: NOTHING}),
+        "two shapes on rank 1": _bad({1: SHAPES}),
+    },
+}
+PLANS = {name: plan for group in GROUPS.values() for name, plan in group.items()}
+
+
+def windows(plan: Plan) -> list[list[Any]]:
+    """Each rank's window; no two have the same data."""
+    seeds = enumerate(plan.windows, 5)
+    made = [labelled(shapes, plan.ignore_index, seed) for seed, shapes in seeds]
+    if plan.again:
+        made = [[*window, window[-1]] for window in made]
+    for rank, (batch, *_) in plan.bad.items():
+        made[rank] = [] if batch is None else [*made[rank], batch]
+    return made
+
+
+def scenario(name: str, rank: int) -> World:
+    """The world of one rank."""
+    plan, world = PLANS[name], tokens()
+    world.batches = windows(plan)[rank]
+    world.mentions = plan.bad.get(rank, ("",))[1:]
+    world.options = {"ignore_index": plan.ignore_index} if plan.ignore_index != -100 else {}
+    for twist in plan.twists:
+        twist(world)
+    return world
+
+
+class RankLaw(Law):
+    """What each rank does, side by side; a run on real ranks is one call."""
+
+    def hold_on(self, world: Any, answer: ModuleType, group: str) -> None:
+        """Fail unless the answer does as the oracle on every rank, in each plan of the group."""
+        __tracebackhide__ = True
+        self.world = world
+        self.hold(answer, CPU, group)
+
+    def _see(self, answer: ModuleType, scenario: str, device: torch.device) -> Trace:
+        __tracebackhide__ = True
+        from specs.gradient_accumulation import ranks
+
+        try:
+            return _side_by_side(self.world.run(answer, ranks.observed, scenario), set())
+        except Exception as error:
+            error.__notes__ = [*getattr(error, "__notes__", []), f"in the scenario: {scenario}"]
+            raise
+
+    def _wanted(self, scenario: str, device: torch.device) -> Trace:
+        if scenario not in self._right:
+            tags = {"foreign"} if foreign in PLANS[scenario].twists else set[str]()
+            self._right[scenario] = _side_by_side([_right(scenario, n) for n in (0, 1)], tags)
+        return self._right[scenario]
+
+    def _is_about(self, mistake: Entry) -> bool:
+        """Only what this spec must catch, and nothing that hangs: each takes a run on the ranks."""
+        spec = os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].partition(" ")[0]
+        hangs = "waits in a collective" in mistake.says
+        return mistake.caught_by == spec.partition("[")[0] and not hangs
+
+
+def _right(name: str, rank: int) -> Trace:
+    """What the oracle does as this rank."""
+    plan = PLANS[name]
+    every = [windows(plan)[rank]] if plan.own_group else windows(plan)
+    number = 0 if plan.own_group else rank
+    call = partial(oracle.accumulate_on_ranks, rank=number, windows=every)
+    seen = observe(call, partial(scenario, name, rank), CPU)
+    flags = [m.training for m in seen.pop("_world").model.modules()]
+    del seen["_error"]
+    return {
+        **seen,
+        "training flags": flags,
+        "data untouched": True,
+        "synchronises": True,
+        "message": True,
+    }
+
+
+def _side_by_side(rows: list[Trace], tags: set[str]) -> Trace:
+    both = {f"{key} on rank {n}": value for n, row in enumerate(rows) for key, value in row.items()}
+    return both | {
+        "_world": World(torch.nn.Identity(), [], tags=tags),
+        "_error": None,
+        "outcome": "returns",
+    }
+
+
+ON_RANKS = RankLaw(
+    "gradient_accumulation",
+    "accumulate_on_ranks",
+    lambda answer, w: None,
+    lambda w: None,
+    tokens,
+    (("kept gradients", lambda _, w: "foreign" in w.tags),),
+    {
+        "outcome": "Raises",
+        "message": 4,
+        "optimizer steps": "divisor",
+        "gradients at": "divisor",
+        "result": "Returns",
+        "kept gradients": "Raises",
+        "synchronises": 3,
+        "training flags": "untouched",
+        "data untouched": "untouched",
+    },
+    {
+        "outcome": "this input is not checked, or one rank does not raise",
+        "message": "the message does not say which value was wrong on this rank",
+        "optimizer steps": "a rank does not step, or steps at each micro-batch",
+        "gradients at": "a rank's loss is not its sum over tokens by those of all",
+        "result": "it is no share of the mean over the tokens of all ranks",
+        "kept gradients": "this rank has begun its window before it knew of the others",
+        "synchronises": "no_sync() is entered and not left, or its flag is set by hand",
+        "training flags": "train() or eval() is called",
+        "data untouched": "the caller's tensors are changed in place",
+    },
+)
+for _group, _plans in GROUPS.items():
+    ON_RANKS.add(_group, [(name,) for name in _plans])

@@ -1,0 +1,195 @@
+"""The worlds that accumulate is put into, and what those of the others are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kit.laws import draw
+from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
+from kit.laws.twists import (
+    Twist,
+    fails,
+    foreign,
+    frozen,
+    insert,
+    loss_with_a_parameter,
+    put,
+    refused,
+    stale,
+    tied,
+    trained_before,
+    unused,
+)
+
+Row = tuple[Twist, ...]
+Rows = Mapping[str, Row]
+
+
+def regression(*sizes: int) -> World:
+    """A small model, and micro-batches of so many samples; targets of number n lie around 2 n."""
+    draw.seed(3)
+    model = nn.Sequential(nn.Linear(7, 13), Probe(), nn.Tanh(), nn.Linear(13, 5))
+    batches = [(draw.randn(size, 7), draw.randn(size, 5) + 2 * n) for n, size in enumerate(sizes)]
+    return World(model, batches, sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
+
+
+def window() -> World:
+    return regression(9, 1, 4)
+
+
+def sizes(*numbers: int) -> Twist:
+    """Micro-batches of so many samples."""
+    return lambda w: put(batches=regression(*numbers).batches)(w)
+
+
+def only(*numbers: int) -> Twist:
+    """These micro-batches only."""
+    return lambda w: put(batches=[w.batches[n] for n in numbers])(w)
+
+
+def tag(*names: str) -> Twist:
+    return lambda w: w.tags.update(names)
+
+
+def sequences(w: World) -> None:
+    """Samples are sequences of several lengths; output and target cannot change places."""
+    shapes = ((3, 2), (1, 9), (2, 4), (2, 3), (4, 1), (1, 5), (2, 2))[: len(w.batches)]
+    w.batches = [
+        (draw.randn(*shape, 7), draw.randn(*shape, 5) + 2 * n) for n, shape in enumerate(shapes)
+    ]
+    w.loss = lambda out, y: ((out - y).square() * y.abs()).flatten(1).mean(1).mean()
+
+
+def repeated(w: World) -> None:
+    """The last micro-batch three times, and not all in a row; the pair is the same object."""
+    w.after.append(lambda w: put(batches=[w.batches[-1], *w.batches, w.batches[-1]])(w))
+
+
+def norm_first(w: World) -> None:
+    """Behind a layer with a bias, that bias would have a gradient of rounding errors."""
+    assert isinstance(w.model, nn.Sequential)
+    w.model.insert(0, nn.BatchNorm1d(7))
+
+
+def in_lists(w: World) -> None:
+    """Pairs as DataLoader makes them."""
+    w.batches = [list(batch) for batch in w.batches]
+
+
+def dropout(**mode: bool) -> Row:
+    return (insert(lambda: nn.Dropout(0.5), **mode),)
+
+
+MODES: dict[str, Row] = {
+    "dropout in train mode": dropout(),
+    "dropout in eval mode": dropout(train=False),
+    "one layer in eval mode": dropout(layer_train=False),
+}
+BATCH_NORM: dict[str, Row] = {
+    "batch norm": (norm_first, sizes(3, 5, 2, 4)),
+    "batch norm in eval mode": (insert(lambda: nn.BatchNorm1d(13), train=False),),
+}
+STEPS: dict[str, Row] = {
+    "in the middle of training": (trained_before,),
+    "Adam": (put(adam={"lr": 0.01}), trained_before),
+    "a group for each parameter": (put(groups=True),),
+    "pairs in lists": (in_lists,),
+    "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
+}
+OLDER: dict[str, Row] = {
+    "stale gradients": (stale,),
+    "stale gradients in the middle of training": (stale, trained_before, put(groups=True)),
+}
+OWN_LOSS: dict[str, Row] = {
+    "a loss with a parameter": (loss_with_a_parameter,),
+    "a loss with a parameter in the middle of training": (loss_with_a_parameter, trained_before),
+}
+NO_GRADIENT: dict[str, Row] = {"a parameter without a gradient": (unused,)}
+FOREIGN: dict[str, Row] = {
+    "a frozen parameter": (frozen, stale),
+    "a foreign parameter": (foreign, tag("foreign")),
+}
+
+
+def backward_fails(at: int, error: type[BaseException]) -> Twist:
+    """The backward pass number `at` raises."""
+
+    def twist(w: World) -> None:
+        runs = []
+
+        def hook(grad: Tensor) -> None:
+            runs.append(grad)
+            if len(runs) == at:
+                raise error("planted")
+
+        [*w.model.parameters()][-1].register_hook(hook)
+
+    return twist
+
+
+def failing(place: str, *numbers: int, tags: Iterable[str] = ()) -> dict[str, Row]:
+    """An error at each of these visits of model, loss, step or data; and Ctrl-C at the last."""
+    rows: dict[str, Row] = {
+        f"the {place} fails at {n}": (trained_before, fails(place, n), tag(*tags)) for n in numbers
+    }
+    name, last = f"Ctrl-C in the {place}", numbers[-1]
+    return rows | {name: (trained_before, fails(place, last, PlantedInterrupt), tag(*tags))}
+
+
+# The first step is that of trained_before.
+ERRORS = {
+    **failing("model", 1, 3),
+    **failing("step", 2),
+    "the backward pass fails at 2": (trained_before, backward_fails(2, Planted)),
+    "Ctrl-C in the backward pass": (trained_before, backward_fails(3, PlantedInterrupt)),
+}
+NO_PAIRS: dict[str, tuple[Any, ...]] = {
+    "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
+    "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),
+    "1 input and 6 targets": ((torch.ones(1, 7), torch.ones(6, 5)), "1", "6"),
+    "three tensors": ((torch.ones(2, 7), torch.ones(2, 5), torch.ones(2)),),
+    "one tensor of two rows": (torch.ones(2, 7),),
+    "a tensor and None": ((torch.ones(2, 7), None),),
+}
+
+
+def bad(kinds: Mapping[str, tuple[Any, ...]], *places: int, tags: Iterable[str] = ()) -> Rows:
+    """A bad micro-batch of each kind at each place."""
+
+    def put_there(at: int, value: object) -> Twist:
+        return lambda w: w.batches.__setitem__(at, value)
+
+    return {
+        f"{kind}, as micro-batch {at + 1}": (
+            *refused(put_there(at, batch), mentions=mentions),
+            tag("bad micro-batch", *tags),
+        )
+        for kind, (batch, *mentions) in kinds.items()
+        for at in places
+    }
+
+
+NOTHING: dict[str, Row] = {"no micro-batch": refused(lambda w: w.batches.clear(), mentions=("0",))}
+ACCUMULATE = {
+    "window": {
+        "9, 1 and 4 samples": (),
+        "one micro-batch": (only(0),),
+        "micro-batches of one size, the last smaller": (sizes(3, 3, 3, 3, 2),),
+        "12 micro-batches": (sizes(*range(1, 13)),),
+        "the same micro-batch again": (repeated,),
+        "nothing but the same micro-batch": (only(1, 1),),
+        "samples of several lengths": (sequences,),
+        "tied weights": (tied,),
+    },
+    "step": STEPS,
+    "older": OLDER | OWN_LOSS,
+    "modes": MODES | BATCH_NORM,
+    "no gradient": NO_GRADIENT,
+    "foreign": FOREIGN,
+    "errors": ERRORS | failing("loss", 1, 3),
+    "bad": {**bad(NO_PAIRS, 0, 1, 2), **NOTHING},
+}
