@@ -132,8 +132,8 @@ GROUPS: dict[str, dict[str, Case]] = {
         "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
         "two groups": Case(script=STEPS[:2], step=CLIP, make_optimizer=in_groups),
         "bfloat16": Case(wrap=BF16, script=STEP, step=CLIP),
-        "kept": Case(wrap=KEPT, script=STEPS[:2], step=CLIP),
-        "checkpoint": Case(DROP, CHECKPOINT, script=STEPS[:2], step=CLIP),
+        "kept": Case(wrap=KEPT, script=STEP, step=CLIP),
+        "checkpoint": Case(DROP, CHECKPOINT, script=STEP, step=CLIP),
     },
     "infinite": {"an infinite gradient": Case(script=STEP, infinite=True, make_optimizer=Still)},
     "checkpoint": {
