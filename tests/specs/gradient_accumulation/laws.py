@@ -101,10 +101,14 @@ class WindowLaw(Law):
 
 
 def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: str) -> Law:
-    told, name = _clauses(*clauses), oracle_of.__name__
-    clause_of, meanings = ({key: pair[n] for key, pair in told.items()} for n in (0, 1))
-    rest = (clause_of, meanings, _rounding, 5)
-    return WindowLaw("gradient_accumulation", name, call, oracle_of, base, free, *rest)
+    found = _clauses(*clauses)
+    return WindowLaw(
+        *("gradient_accumulation", oracle_of.__name__, call, oracle_of, base, free),
+        clauses={name: clause for name, (clause, _) in found.items()},
+        meanings={name: meaning for name, (_, meaning) in found.items()},
+        rounding=_rounding,
+        stride=5,
+    )
 
 
 def _add(law: Law, groups: Mapping[str, Rows], *precisions: str) -> None:
@@ -115,12 +119,12 @@ def _add(law: Law, groups: Mapping[str, Rows], *precisions: str) -> None:
 ACCUMULATED = _law(
     _accumulate, oracle.accumulate, window, WINDOW_FREE, "gradients", "step", "passes"
 )
-_add(ACCUMULATED, ACCUMULATE)
 OF_TOKENS = _law(
     _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window"
 )
-_add(OF_TOKENS, TOKENS)
 OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, "windows", "windows", "windows")
+_add(ACCUMULATED, ACCUMULATE)
+_add(OF_TOKENS, TOKENS)
 _add(OF_AN_EPOCH, FLOAT32)
 _add(OF_AN_EPOCH, SIXTEEN_BITS, "bf16", "fp16")
 _add(OF_AN_EPOCH, FLOAT16, "fp16")

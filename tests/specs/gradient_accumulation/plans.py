@@ -161,6 +161,17 @@ def _side_by_side(rows: list[Trace], tags: set[str]) -> Trace:
     }
 
 
+_CLAUSES: dict[str, tuple[str | int, str]] = {
+    "outcome": ("Raises", "this input is not checked, or one rank does not raise"),
+    "message": (4, "the message does not say which value was wrong on this rank"),
+    "optimizer steps": ("divisor", "a rank does not step, or steps at each micro-batch"),
+    "gradients at": ("divisor", "a rank's loss is not its sum over tokens by those of all"),
+    "result": ("Returns", "it is no share of the mean over the tokens of all ranks"),
+    "kept gradients": ("Raises", "this rank has begun its window before it knew of the others"),
+    "synchronises": (3, "no_sync() is entered and not left, or its flag is set by hand"),
+    "training flags": ("untouched", "train() or eval() is called"),
+    "data untouched": ("untouched", "the caller's tensors are changed in place"),
+}
 ON_RANKS = RankLaw(
     "gradient_accumulation",
     "accumulate_on_ranks",
@@ -168,28 +179,8 @@ ON_RANKS = RankLaw(
     lambda w: None,
     tokens,
     (("kept gradients", lambda _, w: "foreign" in w.tags),),
-    {
-        "outcome": "Raises",
-        "message": 4,
-        "optimizer steps": "divisor",
-        "gradients at": "divisor",
-        "result": "Returns",
-        "kept gradients": "Raises",
-        "synchronises": 3,
-        "training flags": "untouched",
-        "data untouched": "untouched",
-    },
-    {
-        "outcome": "this input is not checked, or one rank does not raise",
-        "message": "the message does not say which value was wrong on this rank",
-        "optimizer steps": "a rank does not step, or steps at each micro-batch",
-        "gradients at": "a rank's loss is not its sum over tokens by those of all",
-        "result": "it is no share of the mean over the tokens of all ranks",
-        "kept gradients": "this rank has begun its window before it knew of the others",
-        "synchronises": "no_sync() is entered and not left, or its flag is set by hand",
-        "training flags": "train() or eval() is called",
-        "data untouched": "the caller's tensors are changed in place",
-    },
+    {name: clause for name, (clause, _) in _CLAUSES.items()},
+    {name: meaning for name, (_, meaning) in _CLAUSES.items()},
 )
-for _group, _plans in GROUPS.items():
-    ON_RANKS.add(_group, [(name,) for name in _plans])
+ON_RANKS.groups = {group: [*plans] for group, plans in GROUPS.items()}
+ON_RANKS.scenarios = dict.fromkeys(PLANS, tokens)

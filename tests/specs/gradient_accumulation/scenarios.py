@@ -174,7 +174,7 @@ def bad(kinds: Mapping[str, tuple[Any, ...]], *places: int, tags: Iterable[str] 
 
 
 NOTHING: dict[str, Row] = {"no micro-batch": refused(lambda w: w.batches.clear(), mentions=("0",))}
-ACCUMULATE = {
+ACCUMULATE: dict[str, Rows] = {
     "window": {
         "9, 1 and 4 samples": (),
         "one micro-batch": (only(0),),

@@ -96,7 +96,7 @@ NO_LABEL: Rows = {
     )
     for n in (-100, 2)
 }
-TOKENS = {
+TOKENS: dict[str, Rows] = {
     "divisor": {
         "12, 6, 3 and 1 labelled tokens": (),
         "one micro-batch": (only(1),),
