@@ -20,6 +20,7 @@ def large(
     dropout=0.25,
     masks=0,  # of these first passes; the others have none
     passes=1,
+    rows=SHAPE[0],
     grad=True,  # of x
     frozen=lambda name: False,  # whether a parameter of this name is
     before=lambda model: model,  # happens before the step; gives the model that makes it
@@ -35,9 +36,10 @@ def large(
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen(name))
         model = before(model.train(train))
-        x = [draw.randn(*SHAPE, device=device, requires_grad=grad) for _ in range(passes)]
+        shape = (rows, *SHAPE[1:])
+        x = [draw.randn(*shape, device=device, requires_grad=grad) for _ in range(passes)]
         inputs = [x[0] * 1, *x[1:]]  # a leaf could not be changed in place
-        given = [draw.rand(*SHAPE[:2], device=device) < 0.3 * (n + 1) for n in range(masks)]
+        given = [draw.rand(*shape[:2], device=device) < 0.3 * (n + 1) for n in range(masks)]
         pairs = list(zip(inputs, [*given, *[None] * (passes - masks)], strict=True))
 
         def run(x, mask):

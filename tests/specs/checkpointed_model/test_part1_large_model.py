@@ -95,7 +95,11 @@ class TestPart1LargeModel:
         yield "12 blocks", large(12)
         yield "a mask", large(masks=1)
         yield "autocast", large(outer=autocast(torch.bfloat16))
-        yield "frozen biases", large(frozen=lambda name: name.endswith("bias"))
+        yield "one row", large(rows=1)
+        biases = lambda name: name.endswith("bias")  # noqa: E731
+        yield "frozen biases", large(frozen=biases)
+        yield "frozen biases, x without gradient", large(frozen=biases, grad=False)
+        yield "the first block in eval mode", large(before=_first_in_eval)
         late = lambda name: name.startswith(("layers.2.", "layers.3."))  # noqa: E731
         yield "frozen blocks that gradients pass", large(frozen=late)
         yield "all frozen, x with gradient", large(frozen=lambda name: True)
@@ -162,3 +166,8 @@ class TestPart1LargeModel:
         said, got = "0 bytes more than before", f"{left} bytes: {left / one_input(x):.1f} inputs"
         cause = "inputs of blocks, or the graph, are kept on the model or in a list"
         check(left <= 0, expected=said, got=got, cause=cause)
+
+
+def _first_in_eval(model):
+    model.layers[0].eval()
+    return model

@@ -85,6 +85,7 @@ class TestPart2Recompute:
         yield "keyword arguments", chain(mixers, FLOAT, name="early", flag=True)
         yield "integers and complex numbers", chain(mixers, INT, COMPLEX)
         yield "x without gradient", chain(noisy, grad=False)
+        yield "a module in eval mode", chain(lambda: [Noisy().eval()])
         through = lambda run, block, x: run(lambda x: (x + block(x), x, x[1:]), x, state=[block])  # noqa: E731
         yield "x and a part of it come back", chain(lambda: [Noisy()], call=through)
         last = lambda run, block, x: run(lambda x: (block(x), x.argmax()), x)  # noqa: E731

@@ -175,8 +175,10 @@ class TestPart4CheckpointBlocksDetails:
         """facebookresearch/fairscale#816: the copy of a patched block calls the original."""
         for steps in (0, 1):
             for times in (1, 2):
-                copies = partial(_copied, steps, times)
+                copies = partial(_copied, steps, times, True)
                 yield f"copied after {steps} steps, {times} times", chain(noisy, later=copies), [2]
+
+        yield "a copy in eval mode", chain(noisy, later=partial(_copied, 1, 1, False)), [2], 1
 
     @pytest.mark.survives("checkpoint_blocks", 5)
     def test_takes_blocks_of_another_class_in_a_second_call(self, answer):
@@ -265,8 +267,8 @@ def _own_forward(model):
     model.order[1].forward = own
 
 
-def _copied(steps, times, model):
-    """A copy with other weights, after some steps; the original is in eval mode."""
+def _copied(steps, times, train, model):
+    """A copy with other weights, after some steps; the original is in the other mode."""
     twin = model
     for _ in range(steps):
         x = torch.ones(SHAPE, device=model.order[0].up.weight.device)
@@ -279,5 +281,5 @@ def _copied(steps, times, model):
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(1.5)
-    model.eval()
-    return twin
+    model.train(not train)
+    return twin.train(train)
