@@ -280,4 +280,6 @@ def _shown(value: Any, beside: Any = None) -> str:
         return words.differences(value, beside) if isinstance(beside, Tensor) else words.show(value)
     if isinstance(value, dict):
         return "; ".join(f"{key}: {_shown(part)}" for key, part in [*value.items()][:2])
+    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        return "; ".join(value)[:200]
     return str(value)[:200]

@@ -61,21 +61,35 @@ class Probe(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forwards: list[Any] = []
-        self.backwards: list[Any] = []
+        self.forwards: list[str] = []
+        self.backwards: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        self.forwards.append((tuple(x.shape), x.dtype, autocast, self.training))
+        device, mode = x.device.type, "" if self.training else " in eval mode"
+        self.forwards.append(f"{kind_of(x)}{autocast_on(device)}{mode}")
         if torch.is_grad_enabled() and x.requires_grad:
             x = x * 1
             x.register_hook(
-                lambda grad: self.backwards.append(
-                    (tuple(grad.shape), torch.is_autocast_enabled(device))
-                )
+                lambda grad: self.backwards.append(f"{shape_of(grad)}{autocast_on(device)}")
             )
         return x
+
+
+def shape_of(tensor: Tensor) -> str:
+    """As people write it: 9 x 13."""
+    return " x ".join(map(str, tensor.shape)) or "a number"
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Shape and dtype."""
+    return f"{shape_of(tensor)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def autocast_on(device: str) -> str:
+    """What autocast is in force, in words; nothing where none is."""
+    if not torch.is_autocast_enabled(device):
+        return ""
+    return f" under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
 
 
 @dataclass
@@ -122,7 +136,7 @@ class World:
         if self.gamma:
             self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, self.gamma)
         self.steps: list[Trace] = []
-        self.losses: list[Any] = []
+        self.losses: list[str] = []
         for twist in self.after:
             twist(self)
         self.optimizer.register_step_pre_hook(lambda *_: self._note_step())
@@ -131,10 +145,8 @@ class World:
     def loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss, noting in what it was called."""
         self.visits("loss")
-        device = output.device.type
-        on = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if on else None
-        self.losses.append((tuple(output.shape), tuple(target.shape), output.dtype, on, dtype))
+        on = autocast_on(output.device.type)
+        self.losses.append(f"output {kind_of(output)}, target {shape_of(target)}{on}")
         return self.loss(output, target)
 
     def _note_step(self) -> None:

@@ -151,10 +151,8 @@ def observe(call, step, device, runs=1):
         "is_leaf, requires_grad": {n: (t.is_leaf, t.requires_grad) for n, t in leaves.items()},
         "modules": [(repr(m), sorted(vars(m))) for model in modules for m in model.modules()],
         "noted in the run with a graph": sorted({str(note) for note in noted.notes}),
-        "runs (shape, dtype, autocast, training)": Counter(
-            str(run) for probe in probes for run in probe.forwards * runs
-        ),
-        "backward (shape, autocast)": [run for probe in probes for run in probe.backwards],
+        "runs": Counter(run for probe in probes for run in probe.forwards * runs),
+        "backward": [run for probe in probes for run in probe.backwards],
     }
 
 
