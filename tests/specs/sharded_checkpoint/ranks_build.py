@@ -54,7 +54,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "ties": ties,
     "train mode": lambda m: {name: module.training for name, module in m.named_modules()},
     "requires_grad": lambda m: {name: p.requires_grad for name, p in m.named_parameters()},
-    "the next random number": lambda m: torch.rand(1).item(),
+    "the next random number": lambda m: draw.next_random(torch.device("cpu"), 1).item(),
 }
 
 
