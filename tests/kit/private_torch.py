@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from torch import _guards, nn
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 
 # Operators and the modes that see them
 
@@ -97,6 +97,18 @@ def put_hook_first(tensor: torch.Tensor, handle: Any) -> None:
 def forward_hooks(module: nn.Module) -> tuple[list[int], list[int]]:
     """The ids of a module's forward and forward-pre hooks: nothing public lists them."""
     return list(module._forward_hooks), list(module._forward_pre_hooks)
+
+
+# Nested arguments and results
+
+tree_leaves = _pytree.tree_leaves
+"""What stands in lists, tuples and dicts however deep: there is no public name."""
+
+tree_flatten = _pytree.tree_flatten
+"""The same, with what it stood in."""
+
+tree_map = _pytree.tree_map
+"""The same again with a function applied to each."""
 
 
 # Fake tensors and the fake process group

@@ -440,6 +440,23 @@ def canary_RANK_IS_GONE():
         raise AssertionError("no error without the other rank")
 
 
+NESTED = [1, ({"a": 2}, 3)]
+
+
+def canary_tree_leaves():
+    assert private.tree_leaves(NESTED) == [1, 2, 3]
+
+
+def canary_tree_flatten():
+    leaves, kind = private.tree_flatten(NESTED)
+    assert leaves == [1, 2, 3]
+    assert kind != private.tree_flatten([1, ([2], 3)])[1]
+
+
+def canary_tree_map():
+    assert private.tree_map(lambda leaf: -leaf, NESTED) == [-1, ({"a": -2}, -3)]
+
+
 def canary_GLOO_ABORTS():
     program = "from selftest import canaries; canaries.call_what_does_not_fit()"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -130,3 +132,13 @@ def test_the_readme_lists_the_katas_in_order():
         f"| {number} | [{kata.title}](katas/{kata.name}.py) | {kata.minutes} min | {kata.summary} |"
         for number, kata in enumerate(all_katas(), 1)
     ]
+
+
+def test_a_second_save_within_a_second_and_of_the_same_size_is_read(tmp_path, monkeypatch):
+    """Python knows bytecode by the size and the second of a save; a watch is faster."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "answer.py"
+    for value in (1, 2):
+        path.write_text(f"value = {value}\n", encoding="utf-8")
+        os.utime(path, (1e9, 1e9))
+        assert load(path).value == value

@@ -15,8 +15,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from kit.answers.catalogue import Entry, catalogue
 from kit.answers.stubs import make_stub
@@ -104,8 +105,16 @@ class _Missing:
         raise MissingName(f"{self.path.name} does not define {name}")
 
 
+class _Source(SourceFileLoader):
+    """Compiles what stands in the file now: bytecode is known by its size and second only."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 def _import(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)

@@ -40,7 +40,7 @@ def failing(failure: object, model: nn.Module, size: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (failure * size // 4, hard))
         elif isinstance(failure, type):
             patch.setattr(Unsavable, "error", failure)
-            patch.setitem(model._buffers, "breaks", torch.zeros(5).as_subclass(Unsavable))
+            model.register_buffer("breaks", torch.zeros(5).as_subclass(Unsavable))
         else:
             for name in ("replace", "rename"):
                 patch.setattr(os, name, _no_rename)
@@ -50,4 +50,6 @@ def failing(failure: object, model: nn.Module, size: int) -> Iterator[None]:
             return
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            if hasattr(model, "breaks"):
+                del model.breaks
     fail(expected=f"the error of a save ({failure})", got="no error", cause="it is swallowed")

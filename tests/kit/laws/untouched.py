@@ -155,7 +155,7 @@ def _parts(values: list[Any], seen: set[int]) -> Iterator[Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module) and "_modules" not in vars(value):
+        if isinstance(value, nn.Module) and not hasattr(value, "training"):
             continue  # its constructor has only begun
         if isinstance(value, (nn.Module, Optimizer, Tensor)):
             yield value

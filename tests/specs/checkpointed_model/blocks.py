@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from kit.laws import draw
 from kit.laws.checks import fail
 from kit.laws.scenarios import scenarios
+from kit.private_torch import tree_leaves, tree_map
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared
 
 

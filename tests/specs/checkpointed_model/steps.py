@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from kit.laws import draw
 from kit.laws.untouched import observed
+from kit.private_torch import tree_flatten
 
 WIDTH = 16  # of all models
 SHAPE = (3, 5, WIDTH)  # of inputs, unless bytes are measured

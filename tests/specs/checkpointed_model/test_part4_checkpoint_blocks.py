@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.toys import Block
 from kit.laws.untouched import observed
+from kit.private_torch import tree_leaves
 from specs.checkpointed_model.blocks import (
     Chain,
     Counting,

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from kit.laws import draw
 from kit.laws.toys import mse
+from kit.private_torch import tree_leaves
 from kit.ranks.rank import device
 from kit.ranks.shards import gradients_of, mesh, meshes, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, Batch
