@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kit.laws.checks import same
+
 _WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 
 # Is called with the path of a file that is about to be opened and empty, else with "".
@@ -141,9 +143,5 @@ def different(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
     return [
         name
         for name in {**got, **want}
-        if name not in got or name not in want or not _equal(got[name], want[name])
+        if name not in got or name not in want or not same(got[name], want[name])
     ]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)

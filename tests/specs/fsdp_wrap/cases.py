@@ -90,7 +90,6 @@ STEP, STEPS, LAST = ("step",), ("step", "step", "step"), {"sync": "last"}
 DROP = made(blocks=2, drop=0.4)
 CLIP = {"max_norm": 0.2}  # far below every norm
 EVALUATE = ("evaluate", "plain") * 2 + ("evaluate",)
-FAILS = ("stale", "fails")
 
 GROUPS: dict[str, dict[str, Case]] = {
     "values": {"a model of odd sizes": Case(), "kept": Case(wrap=KEPT)},

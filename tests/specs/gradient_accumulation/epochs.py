@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from kit.laws.toys import mse
 from kit.laws.trace import Planted, World
@@ -16,6 +15,7 @@ from kit.laws.twists import (
     gradient,
     huge,
     inside_autocast,
+    loss_with_a_matrix_product,
     loss_with_a_parameter,
     option,
     put,
@@ -53,12 +53,6 @@ def epoch() -> World:
     world = regression(3, 5, 2, 4, 1, 6, 2)
     world.options, world.gamma = {"window": 3}, 0.5
     return world
-
-
-def matrix_loss(out: Tensor, y: Tensor) -> Tensor:
-    """Ends in a matrix product, which autocast computes in 16 bits."""
-    error = (out - y).square().reshape(1, -1)
-    return (torch.ones_like(error) @ error.T).sum() / error.numel()
 
 
 def _settings(
@@ -135,7 +129,7 @@ FLOAT32: dict[str, Rows] = {
 SIXTEEN_BITS: dict[str, Rows] = {
     "autocast": {
         "a plain epoch": (),
-        "a loss that ends in a matrix product": (put(loss=matrix_loss),),
+        "a loss that ends in a matrix product": (loss_with_a_matrix_product,),
         "a loss with a parameter": (loss_with_a_parameter, HALF),
         "samples of several lengths": (sequences,),
     },

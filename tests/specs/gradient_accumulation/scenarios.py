@@ -15,6 +15,7 @@ from kit.laws.twists import (
     fails,
     foreign,
     frozen,
+    in_lists,
     insert,
     loss_with_a_parameter,
     put,
@@ -73,11 +74,6 @@ def norm_first(w: World) -> None:
     """Behind a layer with a bias, that bias would have a gradient of rounding errors."""
     assert isinstance(w.model, nn.Sequential)
     w.model.insert(0, nn.BatchNorm1d(7))
-
-
-def in_lists(w: World) -> None:
-    """Pairs as DataLoader makes them."""
-    w.batches = [list(batch) for batch in w.batches]
 
 
 def dropout(**mode: bool) -> Row:
