@@ -82,7 +82,9 @@ def gpu(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The proof of the repository: right answers pass, mistakes and stubs are caught."""
     python = _python(session, "prove")
-    proof = ("--answers=solutions,right,stubs,mistakes", "--device=cpu")
+    # Two processes share the work by files: what one has measured serves all answers of a file.
+    shared = ("--numprocesses=2", "--dist=loadfile")
+    proof = ("--answers=solutions,right,stubs,mistakes", "--device=cpu", *shared)
     _run(session, python, "-m", "pytest", "tests/specs", "tests/selftest", *proof, *session.posargs)
 
 

@@ -24,7 +24,7 @@ import pytest_timeout
 import torch
 
 from kit import forkserver
-from kit.answers.causes import Causes
+from kit.answers import causes
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
 from kit.answers.stubs import is_untouched
@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     shift = config.getoption("--seed-shift")
     if shift is not None:
         os.environ[draw.SHIFT_VARIABLE] = str(shift)
+    config.pluginmanager.register(causes.Causes())
     # The shapes are small: threads cost more than they bring, and two runs side by side would
     # fight for the cores.
     torch.set_num_threads(1)
@@ -77,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     name = metafunc.function.__name__
-    answers = [a for a in answers if not a.mistake or a.mistake.caught_by.partition("[")[0] == name]
+    answers = [a for a in answers if not a.mistake or a.mistake.spec == name]
     metafunc.parametrize("answer", answers, ids=str, indirect=True)
 
 
@@ -151,33 +152,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
                 f"{answer} is caught, but not for the reason that it names: "
                 f"{answer.mistake.says!r} is not in the message:\n{error}"
             )
-        _causes(pyfuncitem.config).note(answer, pyfuncitem, error)
+        causes.note(pyfuncitem, answer.kata.name, answer.mistake, error)
         return True
     what = answer.mistake.belief if answer.mistake else "a stub"
     pytest.fail(f"the spec accepts {answer}: {what}")
-
-
-_CAUSES = pytest.StashKey[Causes]()
-_COMPLAINTS = pytest.StashKey[list[str]]()
-
-
-def _causes(config: pytest.Config) -> Causes:
-    return config.stash.setdefault(_CAUSES, Causes())
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    ran = {a.mistake for item in session.items if (a := _answer_of(item)) and a.mistake}
-    complaints = _causes(session.config).complaints(ran)
-    session.config.stash[_COMPLAINTS] = complaints
-    if complaints and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    for line in _causes(config).lines() + config.stash.get(_COMPLAINTS, []):
-        terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Lets the runs of somebody's processes go on beside the other tests: they take half a minute."""
+"""What several tests of the house itself need."""
 
 from __future__ import annotations
 
@@ -18,14 +18,3 @@ def bad() -> ModuleType:
     path = tiny.new_folder() / "bad.py"
     path.write_text(world_programs.ANSWER, encoding="utf-8")
     return load(path)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    modules = [getattr(item, "module", None) for item in session.items]
-    wanted = any(getattr(module, "result", None) is tiny.result for module in modules)
-    if wanted and not session.config.option.collectonly:
-        tiny.started()
-
-
-def pytest_sessionfinish() -> None:
-    tiny.stop()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from functools import cache
 
 import pytest
 
 from desk.__main__ import main
 from kit import catalog
 from kit.answers.stubs import is_untouched, make_stub
-from selftest.tiny import HINTS, SOLUTION, House, house, later, new_folder, once, result, row_of
+from selftest.tiny import HINTS, SOLUTION, House, house, later, new_folder, result, row_of
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def stub(desk):
     return catalog.find_kata("tiny").stub
 
 
-@once
+@cache
 def street() -> House:
     """A house with katas in many states."""
     home = House(new_folder())
@@ -52,7 +53,7 @@ def street() -> House:
     return home
 
 
-@once
+@cache
 def walk() -> dict[str, tuple[int, str]]:
     """Commands one after another in that house, each of which changes what is known."""
     home, seen = street(), {}

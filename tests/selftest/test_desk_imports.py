@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import pytest
 
-from selftest.tiny import House, later, new_folder, once, result
+from selftest.tiny import House, later, new_folder, result
 
 COMMANDS = {
     "board": ("board",),
@@ -17,7 +18,7 @@ COMMANDS = {
 }
 
 
-@once
+@cache
 def torchless() -> House:
     """A house in which the import of torch is an error."""
     home = House(new_folder())

@@ -7,7 +7,7 @@ import importlib
 import json
 import types
 import typing
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from desk import schema
 from desk.__main__ import main
 from selftest.test_desk_plan import PLAN
-from selftest.tiny import SOLUTION, House, later, new_folder, once, result
+from selftest.tiny import SOLUTION, House, later, new_folder, result
 from selftest.tiny_answers import ANSWERS, in_mean, line_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 BROKEN = line_of("syntax", "def add(self) -> int")
 
 
-@once
+@cache
 def home() -> House:
     """A house in which no verdict can be kept, because .katas is a file."""
     house = House(new_folder())

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from xml.etree import ElementTree
 
 import pytest
 
 from desk.__main__ import main
 from kit import catalog
-from selftest.tiny import SOLUTION, House, later, new_folder, once, result, row_of
+from selftest.tiny import SOLUTION, House, later, new_folder, result, row_of
 from selftest.tiny_answers import in_mean
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@once
+@cache
 def home() -> House:
     """A house with an answer of which one spec fails, and with one that ends the process."""
     house = House(new_folder())
@@ -30,7 +31,7 @@ def _kata(*arguments: str) -> tuple[int, str]:
     return home().desk("kata", "tiny_mean", *arguments)
 
 
-@once
+@cache
 def twice() -> tuple[int, str]:
     """The second time nothing has changed, and a part has passed."""
     _kata("--all")

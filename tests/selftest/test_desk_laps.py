@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 
 import pytest
 
 from selftest import tiny_laps
-from selftest.tiny import House, later, new_folder, once, result
+from selftest.tiny import House, later, new_folder, result
 from selftest.tiny_laps import answer
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,7 +24,7 @@ STEPS = {
 }
 
 
-@once
+@cache
 def walk() -> dict[str, str]:
     """What the commands say after each save."""
     home, seen = House(new_folder()), {}

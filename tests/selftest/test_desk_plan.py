@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 
 from desk.__main__ import main
 from kit import catalog
-from selftest.tiny import SOLUTION, House, later, new_folder, once, result, row_of
+from selftest.tiny import SOLUTION, House, later, new_folder, result, row_of
 from selftest.tiny_answers import answer, in_mean
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,7 +38,7 @@ def plan(answer, **sizes):
 """
 
 
-@once
+@cache
 def home() -> House:
     """A house in which one of two katas has a plan."""
     home = House(new_folder())

@@ -10,18 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 
 from desk.__main__ import parse
 from kit.catalog import ROOT
-from selftest.tiny import House, hears_ctrl_c, later, new_folder, once, result
+from selftest.tiny import House, hears_ctrl_c, later, new_folder, result
 
 pytest.importorskip("nox")
 pytestmark = pytest.mark.timeout(300)
 
 
-@once
+@cache
 def home() -> House:
     """A house with the noxfile."""
     house = House(new_folder())

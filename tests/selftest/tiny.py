@@ -14,10 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -204,20 +202,6 @@ def row_of(name: str) -> str:
     return _ROW.format(name=name, title=name.replace("_", " ").capitalize())
 
 
-_LOCK = threading.RLock()
-
-
-def once(make: Callable[[], T]) -> Callable[[], T]:
-    """Make it at the first call and no second time, whichever threads call at once."""
-    made = cache(make)
-
-    def get() -> T:
-        with _LOCK:
-            return made()
-
-    return get
-
-
 class House:
     """A repository in a temporary folder."""
 
@@ -237,7 +221,7 @@ class House:
         return house
 
     def _settle(self, root: Path) -> None:
-        self.root, self._lock = root, threading.Lock()
+        self.root = root
         self._host: subprocess.Popen[str] | None = None
 
     def add_kata(self, name: str) -> None:
@@ -269,9 +253,8 @@ class House:
     def _popen(
         self, *arguments: str, new_group: bool = False, stdin: int | None = None, **variables: str
     ) -> subprocess.Popen[str]:
-        env = {**os.environ, "PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
-        for name in ("PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS", "FORCE_COLOR"):
-            env.pop(name, None)
+        env = {k: v for k, v in os.environ.items() if k != "FORCE_COLOR" and "PYTEST" not in k}
+        env |= {"PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
         return subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.root,
@@ -292,16 +275,15 @@ class House:
     def desk(self, *arguments: str, **variables: str) -> Result:
         """`python -m desk ...`, but in one process for all the commands of this house."""
         line = json.dumps({"words": arguments, "variables": variables}) + "\n"
-        with self._lock:
-            while True:
-                if self._host is None or self._host.poll() is not None:
-                    self._host = self._popen(desk_host.__file__, stdin=subprocess.PIPE)
-                with suppress(BrokenPipeError):  # it has just left, for nobody asked for long
-                    self._host.stdin.write(line)
-                    self._host.stdin.flush()
-                if answer := self._host.stdout.readline():
-                    return tuple(json.loads(answer))
-                self._host.wait()
+        while True:
+            if self._host is None or self._host.poll() is not None:
+                self._host = self._popen(desk_host.__file__, stdin=subprocess.PIPE)
+            with suppress(BrokenPipeError):  # it has just left, for nobody asked for long
+                self._host.stdin.write(line)
+                self._host.stdin.flush()
+            if answer := self._host.stdout.readline():
+                return tuple(json.loads(answer))
+            self._host.wait()
 
 
 Result = tuple[int, str]
@@ -309,27 +291,14 @@ _RUNS: dict[str, Callable[[], Result]] = {}
 
 
 def later(name: str, run: Callable[[], Result]) -> None:
-    """Put down a run of somebody's processes, for `result` to start with all the others."""
+    """Put down a run of somebody's processes, for all the tests that look at it."""
     _RUNS[name] = run
 
 
+@cache
 def result(name: str) -> Result:
     """What that run came to."""
-    return started()[name].result()
-
-
-@once
-def started() -> dict[str, Future[Result]]:
-    """All the runs, in the background from the first call on."""
-    return {name: _POOL.submit(run) for name, run in _RUNS.items()}
-
-
-def stop() -> None:
-    """Start no more of them."""
-    _POOL.shutdown(wait=False, cancel_futures=True)
-
-
-_POOL = ThreadPoolExecutor(3)  # some of them only wait
+    return _RUNS[name]()
 
 
 @contextmanager
@@ -348,7 +317,7 @@ def wait_for(is_so: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@once
+@cache
 def house() -> House:
     """One house with the kata tiny_mean, for tests that change nothing in it."""
     home = House(new_folder())

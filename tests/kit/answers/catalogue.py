@@ -106,6 +106,11 @@ class Entry:
             )
         return starts[0]
 
+    @property
+    def spec(self) -> str:
+        """The name of the spec that must catch it, without a case."""
+        return self.caught_by.partition("[")[0]
+
 
 @cache
 def scopes(source: str) -> dict[str, tuple[int, int]]:
@@ -127,6 +132,22 @@ def catalogue(kata: Kata) -> tuple[list[Entry], list[Entry]]:
     """A kata's mistakes, and its accepted variants."""
     entries = read(ROOT / "tests" / "mistakes" / f"{kata.name}.md")
     return [e for e in entries if e.caught_by], [e for e in entries if not e.caught_by]
+
+
+def together(variants: Iterable[Entry]) -> list[Entry]:
+    """Variants of different functions as one answer: what refuses it refuses one of them."""
+    groups: list[list[Entry]] = []
+    for variant in variants:
+        scopes_of = {hunk.scope for hunk in variant.hunks}
+        free = (g for g in groups if not any(h.scope in scopes_of for e in g for h in e.hunks))
+        group = next(free, None)
+        if group is None:
+            groups.append(group := [])
+        group.append(variant)
+    return [
+        Entry("+".join(e.name for e in g), g[0].place, hunks=[h for e in g for h in e.hunks])
+        for g in groups
+    ]
 
 
 def read(page: Path) -> list[Entry]:

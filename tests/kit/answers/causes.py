@@ -1,51 +1,65 @@
-"""How often a spec that catches a mistake names its cause."""
+"""How often a spec that catches a mistake names its cause: a plugin of pytest.
+
+It hears of every mistake by its report, so the processes of a run may share the work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from kit.answers.catalogue import Entry, catalogue
-from kit.answers.loading import Answer
-from kit.catalog import GROUPS, Kata
+from kit.catalog import GROUPS, find_kata
 
 LEAST = 80  # percent
 
 
+def note(item: pytest.Item, kata: str, mistake: Entry, error: Exception) -> None:
+    """A spec has caught a mistake: note whether it names the cause, if it says what it is about."""
+    if any(mark.args for mark in item.iter_markers() if mark.name in GROUPS):
+        words = mistake.says and mistake.says in getattr(error, "cause", "")
+        is_named = bool(getattr(error, "sure", False) or words)
+        item.user_properties.append(("cause", (kata, mistake.name, is_named)))
+
+
 class Causes:
-    """The mistakes that were caught by specs whose mark says which sentence they are about."""
+    """Counts, and fails a proof of all mistakes of a kata with too few causes."""
 
     def __init__(self) -> None:
-        self._named: dict[Kata, dict[Entry, bool]] = {}
+        self._named: dict[str, dict[str, bool]] = {}
+        self._complaints: list[str] = []
 
-    def note(self, answer: Answer, item: pytest.Item, error: Exception) -> None:
-        """A mistake was caught; where several cases catch it, each must name the cause."""
-        mistake = answer.mistake
-        if mistake and any(mark.args for mark in item.iter_markers() if mark.name in GROUPS):
-            words = mistake.says and mistake.says in getattr(error, "cause", "")
-            known = self._named.setdefault(answer.kata, {})
-            is_named = bool(getattr(error, "sure", False) or words)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Where several cases catch a mistake, each must name the cause."""
+        caught: Any = dict(report.user_properties).get("cause")
+        if report.when == "call" and caught:
+            kata, mistake, is_named = caught
+            known = self._named.setdefault(kata, {})
             known[mistake] = known.get(mistake, True) and is_named
 
-    def lines(self) -> list[str]:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Complain where the causes are too few."""
+        self._complaints = [
+            f"{kata}: fewer than {LEAST} % have their cause named; these have not: "
+            + ", ".join(sorted(name for name, is_named in named.items() if not is_named))
+            for kata, named in self._named.items()
+            if _percent(named) < LEAST
+            and named.keys() == {entry.name for entry in catalogue(find_kata(kata))[0]}
+        ]
+        if self._complaints and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line for each kata."""
-        return [
-            f"{kata.name}: the cause is named in {sum(named.values())} of {len(named)} mistakes "
-            f"({_percent(named):.0f} %)"
-            for kata, named in self._named.items()
-        ]
-
-    def complaints(self, ran: Iterable[Entry]) -> list[str]:
-        """A line for each kata whose mistakes ran, all of them, with too few causes."""
-        everything = set(ran)
-        return [
-            f"{kata.name}: fewer than {LEAST} % have their cause named; these have not: "
-            + ", ".join(sorted(entry.name for entry, is_named in named.items() if not is_named))
-            for kata, named in self._named.items()
-            if _percent(named) < LEAST and everything.issuperset(catalogue(kata)[0])
-        ]
+        for kata, named in sorted(self._named.items()):
+            terminalreporter.write_line(
+                f"{kata}: the cause is named in {sum(named.values())} of {len(named)} mistakes "
+                f"({_percent(named):.0f} %)"
+            )
+        for line in self._complaints:
+            terminalreporter.write_line(line)
 
 
-def _percent(named: dict[Entry, bool]) -> float:
+def _percent(named: dict[str, bool]) -> float:
     return 100 * sum(named.values()) / len(named)

@@ -19,7 +19,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from kit.answers.catalogue import Entry, catalogue
+from kit.answers.catalogue import Entry, catalogue, together
 from kit.answers.stubs import make_stub
 from kit.catalog import ROOT, Kata, kata_of
 
@@ -63,7 +63,7 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
             ]
             found += [
                 Answer(kata, "variants", _edited(kata, "variants", entry), f"right/{entry.name}")
-                for entry in catalogue(kata)[1]
+                for entry in together(catalogue(kata)[1])
             ]
         elif part == "mistakes":
             found += [
@@ -136,7 +136,7 @@ def _scratch() -> Path:
 
 def _edited(kata: Kata, kind: str, entry: Entry) -> Path:
     text = entry.source(kata.solution.read_text(encoding="utf-8"))
-    return _materialise(kata, f"{kind}/{entry.name}", text)
+    return _materialise(kata, f"{kind}/{entry.name.partition('+')[0]}", text)
 
 
 def _materialise(kata: Kata, label: str, text: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ def same(one: Any, other: Any, near: float = NEAR) -> bool:
             same(a, b, near) for a, b in zip(one, other, strict=True)
         )
     if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= _EXACT * abs(other)
+        return math.isclose(one, other, rel_tol=_EXACT) or (one != one and other != other)
     return type(one) is type(other) and bool(one == other)
 
 
 def _near(one: Tensor, other: Tensor, near: float) -> bool:
+    if torch.equal(one, other):
+        return True
     if not one.is_floating_point():
-        return torch.equal(one, other)
+        return False
     one, other = one.double(), other.double()
     finite = other.isfinite()
     if not torch.equal(one.isfinite(), finite):

@@ -44,6 +44,9 @@ from kit.laws.twists import in_precision, twisted
 
 _NOTHING = "nothing"  # an observable that was not seen
 
+# All that is otherwise in a scenario than it should be; None where the call cannot be compared.
+Pattern = Trace | None
+
 # (observable, when): nothing is asked of an observable that matches, in such a world.
 Free = tuple[str, Callable[[Trace, World], bool]]
 
@@ -70,7 +73,6 @@ class Law:
         meanings: what a difference most likely means, by what the observable's name begins with;
             what comes first is shown first.
         rounding: by how much of its length a tensor may be off in a world.
-        stride: of the other specs' scenarios one in so many is tried for a suspect.
     """
 
     kata: str
@@ -82,9 +84,8 @@ class Law:
     clauses: Mapping[str, str | int]
     meanings: Mapping[str, str] = field(default_factory=lambda: MEANINGS)
     rounding: Callable[[World], float] = lambda _: NEAR
-    stride: int = 2
     _right: dict[str, Trace] = field(default_factory=dict)
-    _guesses: dict[tuple[str, str], Trace | None] = field(default_factory=dict)
+    _guesses: dict[tuple[str, str], Pattern] = field(default_factory=dict)
     _mistakes: dict[str, ModuleType | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,6 +122,7 @@ class Law:
         __tracebackhide__ = True
         chosen = self.groups[group]
         found: list[Difference] = []
+        seen: dict[str, Pattern] = {}
         for scenario in chosen:
             try:
                 got = self._see(answer, scenario, device)
@@ -128,9 +130,11 @@ class Law:
                 if found and not isinstance(error, NotImplementedError):
                     break  # what was seen before says more
                 raise
-            found += self._differences(scenario, got, self._wanted(scenario, device))[:1]
+            want = self._wanted(scenario, device)
+            found += self._differences(scenario, got, want)[:1]
+            seen[scenario] = self._otherwise(got, want)
         if found:
-            self._fail(found, len(chosen), answer, device)
+            self._fail(found, group, answer, device, seen)
 
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:
@@ -181,9 +185,15 @@ class Law:
         return next(known, len(self.meanings))
 
     def _fail(
-        self, found: list[Difference], tried: int, answer: ModuleType, device: torch.device
+        self,
+        found: list[Difference],
+        group: str,
+        answer: ModuleType,
+        device: torch.device,
+        seen: dict[str, Pattern],
     ) -> NoReturn:
         __tracebackhide__ = True
+        tried = len(self.groups[group])
         first = found[0]
         name = first.observable
         clause = next((c for pattern, c in self.clauses.items() if re.match(pattern, name)), "")
@@ -192,7 +202,7 @@ class Law:
         if found[1:]:
             others = "; ".join(d.scenario for d in found[1:4])
             where += f" (and {len(found) - 1} more of {tried}: {others})"
-        belief = self._suspect(answer, first, device)
+        belief = self._suspect(first.scenario, group, answer, device, seen)
         fail(
             expected=f"{first.observable} = {_shown(first.want)}",
             got=f"{_shown(first.got, first.want)}\nin the scenario: {where}",
@@ -201,16 +211,19 @@ class Law:
             clause=clause,
         )
 
-    def _suspect(self, answer: ModuleType, first: Difference, device: torch.device) -> str | None:
-        """The known mistake that would be seen just so, in this scenario and in the others."""
-        # Of the other specs' scenarios a part, which takes turns through the precisions, is enough.
-        group = next(g for g in self.groups.values() if first.scenario in g)
-        tried = [first.scenario, *group, *[*self.scenarios][:: self.stride]]
-        scenarios = dict.fromkeys(tried)
-        mine = {first.scenario: self._pattern(answer, first.scenario, device)}
-        if not mine[first.scenario]:
-            return None
-        for belief, import_it in suspects(self.kata, self._is_about):
+    def _suspect(
+        self,
+        first: str,
+        group: str,
+        answer: ModuleType,
+        device: torch.device,
+        mine: dict[str, Pattern],
+    ) -> str | None:
+        """The known mistake that would be seen just so, in this scenario and in others."""
+        scenarios = [first, *_spread([*mine])]
+        if len(mine) == len(self.groups[group]):  # else an error has come, of which more would come
+            scenarios += _spread([*self.scenarios])
+        for belief, import_it in suspects(self.kata, self._is_about, group):
             for scenario in scenarios:
                 if scenario not in mine:
                     mine[scenario] = self._pattern(answer, scenario, device)
@@ -222,7 +235,7 @@ class Law:
 
     def _guess(
         self, belief: str, import_it: Import, scenario: str, device: torch.device
-    ) -> Trace | None:
+    ) -> Pattern:
         """The pattern of a mistake; it is imported once, which takes longer than a scenario."""
         if (belief, scenario) not in self._guesses:
             if belief not in self._mistakes:
@@ -236,19 +249,26 @@ class Law:
         scopes = {hunk.scope for hunk in mistake.hunks}
         return any(scope == self.function or scope.startswith("_") for scope in scopes)
 
-    def _pattern(
-        self, module: ModuleType | None, scenario: str, device: torch.device
-    ) -> Trace | None:
-        """All that is otherwise than it should be; None if the call cannot be compared."""
-        want = self._wanted(scenario, device)
+    def _pattern(self, module: ModuleType | None, scenario: str, device: torch.device) -> Pattern:
+        """What is otherwise where an answer runs; None if the call cannot be compared."""
         if module is None:
             return None
         try:
-            got = self._see(module, scenario, device)
+            return self._otherwise(
+                self._see(module, scenario, device), self._wanted(scenario, device)
+            )
         except Exception:
             return None
+
+    def _otherwise(self, got: Trace, want: Trace) -> Pattern:
+        """All that is otherwise than it should be."""
         pattern = {name: v for name, v in got.items() if self._is_otherwise(name, got, want)}
         return pattern if _is_named(got, want) else pattern | {"message": "another"}
+
+
+def _spread(scenarios: list[str]) -> list[str]:
+    """Some of them, from all over: more of them seldom tell two mistakes apart."""
+    return scenarios[:: 1 + len(scenarios) // 12]
 
 
 def _is_seen(error: BaseException) -> bool:

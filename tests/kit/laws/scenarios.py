@@ -127,7 +127,7 @@ def _believed(given: Given, device: torch.device, judge: Judge, worlds: Worlds) 
     path, *_, test = os.environ["PYTEST_CURRENT_TEST"].partition(" (")[0].split("::")
     kata, spec = Path(path).parent.name, test.partition("[")[0]
     mine = [got for got, _ in given.values()]
-    for belief, import_it in suspects(kata, lambda e: e.caught_by.partition("[")[0] == spec):
+    for belief, import_it in suspects(kata, lambda e: e.spec == spec):
         mistake = import_it()
         if mistake and _gives(mistake, mine, device, judge, worlds):
             return belief

@@ -14,13 +14,18 @@ from kit.catalog import find_kata
 Import = Callable[[], ModuleType | None]
 
 
-def suspects(kata: str, wanted: Callable[[Entry], bool]) -> Iterator[tuple[str, Import]]:
+def suspects(
+    kata: str, wanted: Callable[[Entry], bool], spec: str = ""
+) -> Iterator[tuple[str, Import]]:
     """What a mistake does and the belief behind it, in words, and how it is imported afresh.
+
+    Those come first that this spec must catch: it is one of them more often than not.
 
     An answer may remember what was done with it, so one that was used before is another answer. One
     that cannot be imported is None: the proof complains of it, not a verdict.
     """
-    for answer in _mistakes(kata):
+    answers = _mistakes(kata)
+    for answer in sorted(answers, key=lambda a: not (a.mistake and a.mistake.spec == spec)):
         entry = answer.mistake
         if entry and wanted(entry):
             words = f"{entry.name.replace('_', ' ')}: {entry.belief}"

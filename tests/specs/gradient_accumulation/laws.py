@@ -107,7 +107,6 @@ def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: str) -> Law:
         clauses={name: clause for name, (clause, _) in found.items()},
         meanings={name: meaning for name, (_, meaning) in found.items()},
         rounding=_rounding,
-        stride=5,
     )
 
 
