@@ -32,6 +32,7 @@ from kit.catalog import Kata, find_kata
 from kit.laws import checks, draw, untouched
 from kit.memory import gpu
 from kit.patience import Patience, family
+from kit.private_torch import put_off_dynamo
 from kit.ranks.world import World
 
 
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if shift is not None:
         os.environ[draw.SHIFT_VARIABLE] = str(shift)
     config.pluginmanager.register(causes.Causes())
+    put_off_dynamo()
     # The shapes are small: threads cost more than they bring, and two runs side by side would
     # fight for the cores.
     torch.set_num_threads(1)
@@ -277,8 +279,6 @@ def _launch_world(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What is there stays: an answer that calls gc.collect() need not look through all of torch.
-    gc.freeze()
     # The warm process imports torch while other specs run.
     names = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if names & {"world", "worlds"} and not session.config.option.collectonly:
@@ -289,6 +289,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for world in config.stash.get(_WORLDS, {}).values():
         world.close()
     forkserver.stop()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settled() -> None:
+    """What is there stays: an answer that collects garbage need not look through all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

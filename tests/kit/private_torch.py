@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -210,9 +214,55 @@ leaf_hooks = attrgetter("_backward_hooks")
 # Ranks
 
 
-def import_dynamo() -> None:
-    """Import what the first dispatch mode and the first checkpoint of a process import: seconds."""
-    importlib.import_module("torch._dynamo")
+class _NotYet(ModuleType):
+    """Stands for torch._dynamo or a module in it, with what is asked of it where none compiles."""
+
+    def __init__(self, name: str = "", **given: Any) -> None:
+        super().__init__(f"torch._dynamo{name}")
+        self._path = name
+        vars(self).update(given)
+
+    def __getattr__(self, name: str) -> Any:
+        if (
+            name.startswith("__") and name != "__path__"
+        ):  # asked of all modules: by inspect, for one
+            raise AttributeError(name)
+        return attrgetter(f"{self._path}.{name}"[1:])(_true_dynamo())
+
+
+def _dynamo_config() -> ModuleType:
+    """Of all its modules this one takes no time by itself."""
+    path = Path(torch.__file__).parent / "_dynamo" / "config.py"
+    spec = spec_from_file_location("torch._dynamo.config", path)
+    assert spec
+    assert spec.loader
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def put_off_dynamo() -> None:
+    """Spare a process torch._dynamo until it compiles: the first optimizer imports it for seconds.
+
+    No option does. Whoever asks for anything else of it gets the true one.
+    """
+    if "torch._dynamo" not in sys.modules:
+        sys.modules["torch._dynamo"] = torch._dynamo = _NotYet(
+            config=_dynamo_config(),
+            # optimizers, checkpoints and dispatch modes; `disable` is a decorator too
+            graph_break=lambda *_, **__: None,
+            disable=lambda fn=None, *_, **__: fn or (lambda function: function),
+            # process groups, DDP, and the state of a sharded model
+            trace_rules=_NotYet(".trace_rules", clear_lru_cache=lambda: None),
+            utils=_NotYet(".utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
+            eval_frame=_NotYet(".eval_frame", OptimizedModule=type("OptimizedModule", (), {})),
+        )
+
+
+def _true_dynamo() -> ModuleType:
+    if isinstance(sys.modules.get("torch._dynamo"), _NotYet):
+        del sys.modules["torch._dynamo"]
+    return importlib.import_module("torch._dynamo")
 
 
 def import_checkpoint_files() -> None:

@@ -69,7 +69,7 @@ def import_all() -> None:
         with contextlib.suppress(ImportError):  # whoever needs it says so better
             importlib.import_module(name)
     private_torch = importlib.import_module("kit.private_torch")
-    private_torch.import_dynamo()  # what the first optimizer imports, as long as torch itself
+    private_torch.put_off_dynamo()  # the first optimizer would import it, as long as torch itself
     private_torch.import_checkpoint_files()
     sys.modules["torch"].set_num_threads(1)
     gc.freeze()

@@ -21,7 +21,6 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, _sharding_prop
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit import private_torch as private
 from kit.catalog import ROOT
@@ -342,17 +341,40 @@ def canary_leaf_hooks():
     assert not private.leaf_hooks(leaf)
 
 
-def canary_import_dynamo():
-    private.import_dynamo()
-    before = set(sys.modules)
+PUT_OFF = """
+import sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from kit.private_torch import put_off_dynamo
 
-    class Plain(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
+put_off_dynamo()
+layer = torch.nn.Linear(2, 2)
 
+class Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+for make in (torch.optim.SGD, torch.optim.Adam):
+    optimizer = make(layer.parameters(), lr=0.1)
     with Plain():
-        torch.utils.checkpoint.checkpoint(torch.exp, torch.ones(2), use_reentrant=False)
-    assert not [name for name in set(sys.modules) - before if name.startswith("torch._dynamo")]
+        checkpoint(layer, torch.ones(2), use_reentrant=False).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+torch.nn.parallel.DistributedDataParallel(layer)(torch.ones(2)).sum().backward()
+assert "torch._dynamo.convert_frame" not in sys.modules
+doubled = torch.compile(lambda x: x * 2, backend="eager")
+assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]
+assert "torch._dynamo.convert_frame" in sys.modules
+assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
+"""
+
+
+def canary_put_off_dynamo():
+    done = subprocess.run([sys.executable, "-c", PUT_OFF], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def canary_import_checkpoint_files():

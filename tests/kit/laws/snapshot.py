@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from kit.laws.checks import check, same
+from kit.laws.trace import kept
 
 
 class Snapshot:
@@ -37,5 +37,5 @@ class Snapshot:
             "gradients": [
                 None if p.grad is None else p.grad.clone() for p in self.model.parameters()
             ],
-            "optimizer state": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizer state": kept(self.optimizer.state_dict()),
         }

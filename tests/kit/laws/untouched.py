@@ -196,7 +196,7 @@ def _version(tensor: Tensor | None) -> Any:
 def _attributes(value: object, private: str) -> set[str]:
     """Names; of a callable also which one it is: a method may be replaced."""
     return {
-        f"{key}={id(v)}" if inspect.isroutine(v) else key
+        f"{key}={id(v)}" if callable(v) else key
         for key, v in vars(value).items()
         if not private or not key.startswith(private)
     }

@@ -1,6 +1,5 @@
 """A 16-bit model with float32 masters, beside plain float32 training, and its 16 bytes."""
 
-import copy
 import io
 from functools import partial
 from itertools import product
@@ -16,6 +15,7 @@ from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.toys import mlp
+from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
@@ -89,7 +89,7 @@ class Side:
     def reload(self):
         """A new trainer goes on from a file, with a model whose weights are lost."""
         state = self.optimizer.state_dict()
-        self.saved = copy.deepcopy({"masters": self.masters, "optimizer": state})
+        self.saved = kept({"masters": self.masters, "optimizer": state})
         if not isinstance(self.trainer, Twin):
             torch.save(self.state_dict(), file := io.BytesIO())
             file.seek(0)
@@ -112,7 +112,7 @@ class Side:
             "optimizer": self.optimizer.state_dict(),
             "what was loaded": self.saved,
         }
-        return copy.deepcopy(seen)
+        return kept(seen)
 
 
 @scenarios("MasterWeights")

@@ -14,9 +14,6 @@ from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import Block, mlp
 from kit.memory.ruler import LiveBytes, measure
-from kit.private_torch import import_dynamo
-
-import_dynamo()  # the first dispatch mode would, in the midst of a measurement
 
 KIB = 1024
 
