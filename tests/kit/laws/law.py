@@ -220,18 +220,23 @@ class Law:
         mine: dict[str, Pattern],
     ) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in others."""
-        scenarios = [first, *_spread([*mine])]
-        if len(mine) == len(self.groups[group]):  # else an error has come, of which more would come
-            scenarios += _spread([*self.scenarios])
-        for belief, import_it in suspects(self.kata, self._is_about, group):
-            for scenario in scenarios:
-                if scenario not in mine:
-                    mine[scenario] = self._pattern(answer, scenario, device)
-                if not same(mine[scenario], self._guess(belief, import_it, scenario, device)):
-                    break
-            else:
-                return belief
-        return None
+        fitting = [*suspects(self.kata, self._is_about, group)]
+        tried = dict.fromkeys([first, *mine])
+        few, more = (_spread([*self.scenarios], number) for number in (7, 20))
+        # Where an error has ended the spec, more of them would come from the others.
+        others = [*few, *more] if len(mine) == len(self.groups[group]) else []
+        for number, scenario in enumerate([*tried, *others]):
+            # More are for two that are still alike.
+            if not fitting or (number >= len(tried) + len(few) and len(fitting) == 1):
+                break
+            if scenario not in mine:
+                mine[scenario] = self._pattern(answer, scenario, device)
+            fitting = [
+                (belief, import_it)
+                for belief, import_it in fitting
+                if same(mine[scenario], self._guess(belief, import_it, scenario, device))
+            ]
+        return fitting[0][0] if fitting else None
 
     def _guess(
         self, belief: str, import_it: Import, scenario: str, device: torch.device
@@ -266,9 +271,9 @@ class Law:
         return pattern if _is_named(got, want) else pattern | {"message": "another"}
 
 
-def _spread(scenarios: list[str]) -> list[str]:
-    """Some of them, from all over: more of them seldom tell two mistakes apart."""
-    return scenarios[:: 1 + len(scenarios) // 12]
+def _spread(scenarios: list[str], number: int) -> list[str]:
+    """So many of them, from all over."""
+    return scenarios[:: 1 + len(scenarios) // number]
 
 
 def _is_seen(error: BaseException) -> bool:
