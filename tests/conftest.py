@@ -14,7 +14,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,7 @@ from kit.answers import causes
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
 from kit.answers.stubs import is_untouched
-from kit.catalog import Kata, find_kata
+from kit.catalog import find_kata
 from kit.laws import checks, draw, untouched
 from kit.memory import gpu
 from kit.patience import Patience, family
@@ -223,18 +223,11 @@ def _module(config: pytest.Config, answer: Answer) -> ModuleType:
     key = str(answer.path)
     if key not in modules:
         modules[key] = load(answer.path)
-        changes = changes_of(answer.kata)
-        if changes is not None:
+        # Nobody watches yet where a kata does not say what its functions may change.
+        if (answer.kata.specs / "changes.py").is_file():
+            changes = import_module(f"specs.{answer.kata.name}.changes").CHANGES
             untouched.watch(modules[key], changes)
     return modules[key]
-
-
-def changes_of(kata: Kata) -> Mapping[str, tuple[str, ...]] | None:
-    """What the functions of a kata may change; None where nobody watches yet."""
-    if not (kata.specs / "changes.py").is_file():
-        return None
-    changes: Mapping[str, tuple[str, ...]] = import_module(f"specs.{kata.name}.changes").CHANGES
-    return changes
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kit.laws.trace import Described
 
 # Factors that are told as "1/3" or "64"; others are told as a number.
 _LARGEST_DIVISOR = 64
@@ -95,3 +98,18 @@ def _at(where: Tensor, shape: torch.Size) -> str:
     count = int(where.sum())
     more = f" and {count - 1} more" if count > 1 else ""
     return f" at {list(reversed(places))}{more}"
+
+
+def shown(value: Any, beside: Any = None) -> str:
+    """An observed value, in words; beside another of its kind, what is different."""
+    if isinstance(value, Described):
+        if isinstance(beside, Described) and value.kind == beside.kind:
+            return differences(value.value, beside.value)
+        return str(value)
+    if isinstance(value, Tensor):
+        return differences(value, beside) if isinstance(beside, Tensor) else show(value)
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {shown(part)}" for key, part in [*value.items()][:2])
+    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        return "; ".join(value)[:200]
+    return str(value)[:200]

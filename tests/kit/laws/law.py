@@ -23,17 +23,15 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from kit.answers.catalogue import Entry
-from kit.laws import differences as words
 from kit.laws.checks import SpecFailure, fail
 from kit.laws.compare import NEAR, same
+from kit.laws.differences import shown
 from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Import, suspects
 from kit.laws.trace import (
     MEANINGS,
-    Described,
     Planted,
     PlantedInterrupt,
     Trace,
@@ -204,8 +202,8 @@ class Law:
             where += f" (and {len(found) - 1} more of {tried}: {others})"
         belief = self._suspect(first.scenario, group, answer, device, seen)
         fail(
-            expected=f"{first.observable} = {_shown(first.want)}",
-            got=f"{_shown(first.got, first.want)}\nin the scenario: {where}",
+            expected=f"{first.observable} = {shown(first.want)}",
+            got=f"{shown(first.got, first.want)}\nin the scenario: {where}",
             cause=belief or meaning or "compare with the contract",
             sure=belief is not None,
             clause=clause,
@@ -294,17 +292,3 @@ def _narrowed(scenario: str, name: str, want: Any, got: Any, near: float) -> Dif
             if not same(got.get(key), want.get(key), near):
                 return Difference(scenario, f"{name} of {key}", want.get(key), got.get(key))
     return Difference(scenario, name, want, got)
-
-
-def _shown(value: Any, beside: Any = None) -> str:
-    if isinstance(value, Described):
-        if isinstance(beside, Described) and value.kind == beside.kind:
-            return words.differences(value.value, beside.value)
-        return str(value)
-    if isinstance(value, Tensor):
-        return words.differences(value, beside) if isinstance(beside, Tensor) else words.show(value)
-    if isinstance(value, dict):
-        return "; ".join(f"{key}: {_shown(part)}" for key, part in [*value.items()][:2])
-    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        return "; ".join(value)[:200]
-    return str(value)[:200]

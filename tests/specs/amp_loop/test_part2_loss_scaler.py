@@ -1,11 +1,12 @@
 """The hand-written scaler beside torch.amp.GradScaler, through scripts of calls."""
 
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from math import inf, nan
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 from torch.amp import GradScaler
 
@@ -13,6 +14,7 @@ from kit.laws.bars import bar
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
+from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
 from kit.memory.ruler import measure
 
@@ -77,16 +79,38 @@ def held(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@scenarios("LossScaler")
-def agrees(answer, device, name, script, options=GROWING):
+def beside(answer, device, name, script, options=GROWING):
     make = partial(GradScaler, device.type)
     sides = Side(answer.LossScaler, device, options), Side(make, device, options)
     return tuple(play(side, script) for side in sides)
 
 
+agrees = scenarios("LossScaler")(beside)
+
+
 def rounds(*bads, calls="step(a)"):
     """Backward passes, each with a step and an update."""
     return "; ".join(f"backward(a, {bad}); {calls}; update()" for bad in bads)
+
+
+def calls(optimizer):
+    """Calls with one optimizer between two updates: unscaled, stepped, both, or not used at all."""
+    bad = st.integers(0, sum(SIZES) - 1).map(lambda at: f", inf, at={at}")
+    missing = st.sampled_from((", missing=0", ", missing=2"))
+    first = st.builds(
+        "backward({}{}{})".format, st.just(optimizer), st.just("") | bad, st.just("") | missing
+    )
+    ways = ("step({0})", "unscale_({0}); step({0})", "unscale_({0})")
+    used = st.tuples(first, st.sampled_from([way.format(optimizer) for way in ways]))
+    return st.just(()) | used
+
+
+def scripts():
+    """Rounds with two optimizers, of which one is used at least, and now and then a reload."""
+    used = st.tuples(calls("a"), calls("b")).filter(any)
+    end = st.sampled_from((("update()",), ("update()",), ("update()", "reload()")))
+    one = st.tuples(used, end).map(lambda parts: [*parts[0][0], *parts[0][1], *parts[1]])
+    return st.lists(one, min_size=1, max_size=6).map(lambda rounds: "; ".join(chain(*rounds)))
 
 
 class TestPart2LossScaler:
@@ -116,6 +140,17 @@ class TestPart2LossScaler:
         """All 16 scripts of four good and bad steps, growing after two good ones in a row."""
         for bads in product((None, inf), repeat=4):
             yield f"overflows: {bads}", rounds(*bads), GROWING | {"init_scale": 1.0}
+
+    @pytest.mark.exact("LossScaler", "update")
+    def test_tracks_gradscaler_through_other_scripts(self, answer, device):
+        """Made by hypothesis, longer than all that are tried in turn; the shortest that fails."""
+
+        def check_script(script):
+            got, want = beside(answer, device, "", script)
+            cause = "something is kept for longer than to the next update, or not as long"
+            check_equal(got, want, "LossScaler", cause=cause)
+
+        for_all(scripts(), check_script)
 
     @pytest.mark.exact("LossScaler", "step")
     @agrees("gradients are unscaled twice or not at all, or update() asks who has stepped")
