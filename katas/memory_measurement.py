@@ -122,7 +122,8 @@ def peak_memory(
         other devices, and absent ones.
 
     Details:
-        1. Every dtype counts, and every operation on dense tensors, under no_grad too.
+        1. Every dtype counts, and every operation on dense tensors, under no_grad too; what
+           inference_mode shows as one operation counts as one.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
         3. The peak is never below the baseline, and never that of an earlier measurement.
         4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.
@@ -172,9 +173,9 @@ def training_bytes(
         2. Frozen weights are divided at stage 3 as others are.
         3. The result is exact for every count; an odd half byte is rounded up.
         4. 0 is a count, of parameters and of adapters.
-        5. A count that is not an int, such as 7e9, is a TypeError.
+        5. A number that is not an int, such as 7e9 or ranks=2.0, is a TypeError.
     """
     raise NotImplementedError
 
 
-# untouched stub 7c005b33e0a0
+# untouched stub 341293f8904c

@@ -179,7 +179,8 @@ def peak_memory(
         other devices, and absent ones.
 
     Details:
-        1. Every dtype counts, and every operation on dense tensors, under no_grad too.
+        1. Every dtype counts, and every operation on dense tensors, under no_grad too; what
+           inference_mode shows as one operation counts as one.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
         3. The peak is never below the baseline, and never that of an earlier measurement.
         4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.
@@ -293,7 +294,7 @@ def training_bytes(
         2. Frozen weights are divided at stage 3 as others are.
         3. The result is exact for every count; an odd half byte is rounded up.
         4. 0 is a count, of parameters and of adapters.
-        5. A count that is not an int, such as 7e9, is a TypeError.
+        5. A number that is not an int, such as 7e9 or ranks=2.0, is a TypeError.
     """
     counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}
     if trainable is not None:

@@ -130,13 +130,13 @@ class _Slip:
         return self.tensor
 
 
-def _packed_in_graph(result: object) -> Iterator[object]:
-    """What the nodes under `result` hold: our slips, what other hooks packed, or plain tensors."""
+def _packed_in_graph(result: object, since: int) -> Iterator[object]:
+    """What newer nodes under `result` hold: our slips, what other hooks packed, plain tensors."""
     todo = [t.grad_fn for t in _tensors(result, attributes=True)]
     seen: dict[int, Any] = {}
     while todo:
         node = todo.pop()
-        if node is None or id(node) in seen:
+        if node is None or id(node) in seen or node._sequence_nr() <= since:
             continue
         seen[id(node)] = node
         todo.extend(child for child, _ in node.next_functions)
@@ -163,12 +163,14 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         ledger.append(weakref.ref(slip))
         return slip
 
+    with torch.enable_grad():  # nodes are numbered in the order in which they are made
+        since = torch.ones((), requires_grad=True).neg().grad_fn._sequence_nr()
     with saved_tensors_hooks(pack, _Slip.redeem):
         result = forward()
     gc.collect()  # a graph that only a reference cycle holds is gone
 
     counted: dict[int, Tensor] = {}
-    for packed in _packed_in_graph(result):
+    for packed in _packed_in_graph(result, since):
         for item in (packed,) if isinstance(packed, _Slip) else _tensors(packed, attributes=True):
             tensor = item.tensor if isinstance(item, _Slip) else item
             counted[id(tensor)] = tensor

@@ -160,6 +160,11 @@ class TestPart3PeakMemory:
             new = partial(torch.zeros, 1024, dtype=getattr(torch, dtype))
             yield dtype, (0, size, size), lambda new=new: kept.append(new())
         yield "several results", (2, 4, 4), lambda: kept.append(torch.frexp(x)), [x]
+        numbers = [float(n) for n in range(1024)]
+        yield "a list as a tensor", (0, 4, 4), lambda: kept.append(torch.tensor(numbers))
+        single = 128 * (4 if x.is_cpu else 512) / KIB
+        zeros = lambda: kept.extend(torch.zeros(()) for _ in range(128))  # noqa: E731
+        yield "128 numbers", (0, single, single), zeros
         for mode in (torch.no_grad, torch.inference_mode):
             step = mode()(lambda: kept.append(floats(2)))
             yield f"a step under {mode.__name__}", (0, 2, 2), step
