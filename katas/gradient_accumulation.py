@@ -152,7 +152,7 @@ def train_epoch(
            and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. Only the scaler knows of it: neither norm nor loss nor weights do.
-        6. `dtype` holds inside an autocast of the caller too, float32 included.
+        6. `dtype` holds inside an autocast of the caller too; its cache keeps no old weights.
         7. The peak is that of `accumulate`, for any number of windows.
     """
     raise NotImplementedError
@@ -220,4 +220,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 94100fb8ea20
+# untouched stub 9bc62b60308b

@@ -88,7 +88,7 @@ def train_step(
         1. A parameter without a gradient in this step is not stepped, whatever it had before.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
         3. A huge but finite gradient such as 1e30 is no overflow: it has a norm, can be clipped.
-        4. `dtype` holds inside an autocast of the caller too, float32 included.
+        4. `dtype` holds inside an autocast of the caller too; its cache keeps no old weights.
         5. An error in model, loss or optimizer comes through, and no step is taken.
     """
     _check_step(batch, scaler, dtype, max_norm)
@@ -97,10 +97,14 @@ def train_step(
 
     optimizer.zero_grad()
     mixed = dtype != torch.float32
+    # An autocast of the caller keeps its cache: copies of weights in another dtype, or from before
+    # the last step. Without one, leaving ours clears it anyway.
+    torch.clear_autocast_cache()
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
         # float() because a float16 loss times a scale of 65536 is infinite. No name for the output:
         # it would live through the backward pass.
         loss = loss_fn(model(inputs).float(), targets)
+    torch.clear_autocast_cache()
 
     # Outside autocast, the caller's too: backward runs each operation in the dtype that its
     # forward had.

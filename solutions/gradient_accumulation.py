@@ -216,7 +216,7 @@ def train_epoch(
            and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. Only the scaler knows of it: neither norm nor loss nor weights do.
-        6. `dtype` holds inside an autocast of the caller too, float32 included.
+        6. `dtype` holds inside an autocast of the caller too; its cache keeps no old weights.
         7. The peak is that of `accumulate`, for any number of windows.
     """
     _check_epoch(window, dtype, scaler, max_norm)
@@ -243,6 +243,8 @@ def _window_step(
 ) -> WindowResult:
     samples = _count_samples(batches)
     optimizer.zero_grad()
+    # An autocast of the caller keeps its cache: copies of weights from before the last step.
+    torch.clear_autocast_cache()
     try:
         shares = []
         for inputs, targets in batches:
@@ -255,6 +257,7 @@ def _window_step(
                 (loss if scaler is None else scaler.scale(loss)).backward()
             shares.append(loss.detach().float())
 
+        torch.clear_autocast_cache()
         if scaler is not None:
             scaler.unscale_(optimizer)  # once: the gradients are whole now
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,11 +60,18 @@ def insert(
     return twist
 
 
-def inside_autocast(dtype: torch.dtype, *, cache: bool = True) -> Twist:
-    """The caller is inside an autocast already."""
+def inside_autocast(dtype: torch.dtype, *, cache: bool = True, enabled: bool = True) -> Twist:
+    """The caller is inside an autocast already, and asks the model before the call and after it."""
 
     def twist(w: World) -> None:
-        w.outer = lambda: torch.autocast(w.device.type, dtype, cache_enabled=cache)
+        @contextmanager
+        def outer() -> Iterator[None]:
+            with torch.autocast(w.device.type, dtype, cache_enabled=cache, enabled=enabled):
+                w.model(w.batches[0][0])
+                yield
+                w.notes["output for the caller afterwards"] = w.model(w.batches[0][0]).detach()
+
+        w.outer = outer
 
     return twist
 

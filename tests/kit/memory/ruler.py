@@ -147,6 +147,12 @@ class LiveBytes(_Mode):
         self.collect_after_import()
         if func is not torch.ops.aten.lift_fresh.default:
             _visit((*args, *(kwargs or {}).values()), self._existed)
+        if torch.is_inference_mode_enabled():
+            # Only autograd takes composite operations apart, and it is not asked here.
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         result = func(*args, **(kwargs or {}))
         _visit((result,), self._made)
         self.timeline.append(self.above)

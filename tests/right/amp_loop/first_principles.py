@@ -124,8 +124,10 @@ def train_step(
     try:
         for param, _ in others:
             param.grad = None
+        torch.clear_autocast_cache()  # the caller's: it outlives the weights
         with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
             loss = loss_fn(model(inputs).float(), targets).float()
+        torch.clear_autocast_cache()
         with torch.autocast(kind, enabled=False):
             (loss if scaler is None else scaler.scale(loss)).backward()
     finally:

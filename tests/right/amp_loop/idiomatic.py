@@ -101,8 +101,10 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
 
     amp = dtype != torch.float32
+    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     with torch.autocast(inputs.device.type, dtype=dtype if amp else None, enabled=amp):
         loss = loss_fn(model(inputs).float(), targets)
+    torch.clear_autocast_cache()
     loss = loss.float()
     true_loss = loss.detach().clone()
 

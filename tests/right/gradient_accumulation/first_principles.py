@@ -107,8 +107,10 @@ def _backward_share(
     """Add the gradients of `share` times the mean over the samples; that mean, without share."""
     inputs, targets = batch
     low = dtype is not torch.float32
+    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     with torch.autocast(inputs.device.type, dtype if low else torch.bfloat16, enabled=low):
         loss = loss_fn(model(inputs).float(), targets)
+    torch.clear_autocast_cache()
     goal = loss * share
     if scaler is not None:
         goal = scaler.scale(goal)

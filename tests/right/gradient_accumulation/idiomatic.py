@@ -180,8 +180,10 @@ def _train_window(
     optimizer.zero_grad()
     total = 0.0
     for (inputs, targets), count in zip(batches, counts, strict=True):
+        torch.clear_autocast_cache()  # the caller's: it outlives the weights
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
             loss = loss_fn(model(inputs).float(), targets)
+        torch.clear_autocast_cache()
         loss = loss.float() * (count / samples)
         total += loss.detach()
         with torch.autocast(inputs.device.type, enabled=False):  # the caller's

@@ -38,8 +38,10 @@ def train_step(w):
     scaler, held = w.grad_scaler, [p for group in w.optimizer.param_groups for p in group["params"]]
     for p in held:
         p.grad = None
+    torch.clear_autocast_cache()
     with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
         loss = w.loss_fn(w.model(w.batch[0]).float(), w.batch[1])
+    torch.clear_autocast_cache()
     with torch.autocast(w.device.type, enabled=False):
         (scaler.scale(loss) if scaler else loss).backward()
     if scaler:

@@ -193,7 +193,9 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_dtype_holds_inside_an_autocast_of_the_caller(self):
         yield "inside bfloat16", twists.inside_autocast(torch.bfloat16)
+        yield "inside float16", twists.inside_autocast(torch.float16)
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
+        yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
 
     @pytest.mark.survives("train_step", "untouched")
     @in_each_precision

@@ -14,7 +14,7 @@ from kit.laws.failures import FAILURES, failing
 from kit.laws.precisions import PRECISIONS, scaler_for
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import PlantedInterrupt, World
-from kit.laws.twists import fails, gradient, in_precision, insert, option, put
+from kit.laws.twists import fails, gradient, in_precision, insert, inside_autocast, option, put
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import RUN, refusals, train
 
@@ -59,6 +59,7 @@ class TestPart3Train:
         yield "dropout", insert(lambda: nn.Dropout(0.5))
         yield "dropout in eval mode", insert(lambda: nn.Dropout(0.5), train=False)
         yield "no schedule", put(gamma=None)
+        yield "inside an autocast of the caller", inside_autocast(torch.bfloat16)
 
     @pytest.mark.exact("train", "scheduler")
     @RUN.spec("fp16")

@@ -87,7 +87,9 @@ def data(w: World) -> Any:
 def _window(w: World, window: list[Any]) -> Window:
     samples, scaler, max_norm = _samples(window), w.grad_scaler, w.options.get("max_norm")
     _clear(w)
+    torch.clear_autocast_cache()
     loss = sum(_backward(w, *batch, samples) for batch in window)
+    torch.clear_autocast_cache()
     if scaler is not None:
         scaler.unscale_(w.optimizer)
     gradients = [p.grad for p in _held(w) if p.grad is not None]
