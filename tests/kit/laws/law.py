@@ -136,7 +136,10 @@ class Law:
 
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:
-            self._right[scenario] = observe(self.oracle, self.scenarios[scenario], device)
+            want = observe(self.oracle, self.scenarios[scenario], device)
+            if "planted" in want["_world"].tags and want["outcome"] == "returns":
+                raise RuntimeError(f"the error that is planted never comes: {scenario}")
+            self._right[scenario] = want
         return self._right[scenario]
 
     def _see(self, answer: ModuleType, scenario: str, device: torch.device) -> Trace:

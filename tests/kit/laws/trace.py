@@ -28,6 +28,7 @@ MEANINGS = {
     "message": "the message does not say which value was wrong",
     "kept gradients": "the check comes too late: gradients are changed already",
     "number of results": "one for each batch",
+    "output for the caller": "the cache of an autocast around holds weights from before the step",
     "passes forward": "the model runs in another precision, mode, or more than once",
     "passes back": "backward() runs under autocast",
     "loss calls": "the loss runs in another precision, on an output in 16 bits, or out of turn",

@@ -224,7 +224,7 @@ def fails(
             if where == place and counts[where] == at:
                 raise error("planted")
 
-        w.visits = visit
+        w.visits, w.tags = visit, {*w.tags, "planted"}
         w.model.register_forward_pre_hook(lambda *_: visit("model"))
 
     return twist

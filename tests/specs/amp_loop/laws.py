@@ -105,6 +105,7 @@ FREE = (
 CLAUSES = {
     "outcome|message|kept gradients": "Raises",
     "number of results": "batches",
+    "output for the caller": 4,
     "passes|loss calls": "autocast",
     "skipped|scaler": "skipped",
     "loss": "loss",

@@ -174,6 +174,7 @@ class TestPart1TrainStep:
         """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""
         yield "a parameter without a gradient", twists.unused
         yield "a parameter without a gradient, clipped", twists.unused, half
+        yield "frozen, with an old gradient", twists.stale, twists.frozen
 
     @pytest.mark.survives("train_step", 2)
     @in_each_precision
@@ -212,7 +213,8 @@ class TestPart1TrainStep:
         yield "the model fails", trained_before, fails("model")
         yield "Ctrl-C in the model", trained_before, fails("model", 1, PlantedInterrupt)
         yield "the loss fails", trained_before, foreign, fails("loss")
-        yield "the optimizer fails", trained_before, fails("step", 2)
+        yield "the optimizer fails", trained_before, fails("step")
+        yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
 
     @pytest.mark.survives("train_step", "Raises")
     @STEP.spec()

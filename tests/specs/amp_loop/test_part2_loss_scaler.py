@@ -19,7 +19,7 @@ from kit.laws.snapshot import Snapshot
 from kit.memory.ruler import measure
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
-SIZES = (7, 4, 5)  # of an optimizer's parameters, in two groups
+SIZES = (7, 4, 5, 0)  # of an optimizer's parameters, in two groups
 
 
 class Side:

@@ -62,7 +62,7 @@ class TestPart3Train:
         yield "inside an autocast of the caller", inside_autocast(torch.bfloat16)
 
     @pytest.mark.exact("train", "scheduler")
-    @RUN.spec("fp16")
+    @RUN.spec(*PRECISIONS)
     def test_the_schedule_follows_the_steps_that_were_taken(self):
         for number in (1, 2, 4, 7):
             yield f"an overflow at batch {number}", gradient(math.inf, number)

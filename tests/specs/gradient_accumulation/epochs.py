@@ -115,7 +115,7 @@ FLOAT32: dict[str, Rows] = {
     "errors": {
         **failing("model", 1, 4, 7),
         **failing("loss", 3, 5),
-        **failing("step", 2, 3, 4),
+        **failing("step", 1, 2, 3),
         **failing("data", 4, 6, 7),
         "the backward pass fails at 5": (trained_before, backward_fails(5, Planted)),
         "the data fail at once": (stale, fails("data", 2), tag("early")),
@@ -152,7 +152,7 @@ SIXTEEN_BITS: dict[str, Rows] = {
     "errors in 16 bits": {
         "the model fails at 5": (trained_before, fails("model", 5)),
         "the data fail at 6": (trained_before, fails("data", 6)),
-        "the step fails": (trained_before, fails("step", 3)),
+        "the step fails": (trained_before, fails("step", 2)),
     },
 }
 FLOAT16: dict[str, Rows] = {

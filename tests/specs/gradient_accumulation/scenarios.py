@@ -136,10 +136,9 @@ def failing(place: str, *numbers: int, tags: Iterable[str] = ()) -> dict[str, Ro
     return rows | {name: (trained_before, fails(place, last, PlantedInterrupt), tag(*tags))}
 
 
-# The first step is that of trained_before.
 ERRORS = {
     **failing("model", 1, 3),
-    **failing("step", 2),
+    **failing("step", 1),
     "the backward pass fails at 2": (trained_before, backward_fails(2, Planted)),
     "Ctrl-C in the backward pass": (trained_before, backward_fails(3, PlantedInterrupt)),
 }
