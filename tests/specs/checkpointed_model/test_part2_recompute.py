@@ -64,6 +64,11 @@ class Pair(NamedTuple):
     more: Any
 
 
+def in_autocast(dtype, loss):
+    with autocast(dtype)():
+        loss.backward()
+
+
 def mixers():
     return [Mixer()]
 
@@ -178,6 +183,7 @@ class TestPart2Recompute:
     def test_tensors_anywhere_are_guarded(self):
         yield "x", lambda x, args, kwargs: x
         yield "by position", lambda x, args, kwargs: args[0], (FLOAT,)
+        yield "integers", lambda x, args, kwargs: args[0], (INT,)
         yield "in a tuple", lambda x, args, kwargs: args[0][1], ((None, FLOAT),)
         yield "by keyword", lambda x, args, kwargs: kwargs["b"], (), {"b": FLOAT}
         yield "in a dict", lambda x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}
@@ -227,6 +233,8 @@ class TestPart2Recompute:
         for dtype in HALVES:
             for name, make in {"generators": noisy, "buffers": counting}.items():
                 yield f"{dtype}, {name}", chain(make, step={"outer": autocast(dtype)})
+                backward = {"backward": partial(in_autocast, dtype)}
+                yield f"{dtype} in the backward pass alone, {name}", chain(make, step=backward)
 
     @pytest.mark.survives("recompute", 8)
     @recomputed("gradients are switched on again inside, or it runs twice at once")

@@ -162,8 +162,11 @@ class TestPart4CheckpointBlocksDetails:
     @pytest.mark.survives("checkpoint_blocks", 3)
     @checkpointed("an argument or result is handed on in one way only")
     def test_blocks_take_and_return_anything(self):
-        for name in ("debug", "use_reentrant", "context_fn", "function", "block", "args", "kwargs"):
+        names = ("debug", "use_reentrant", "context_fn", "function", "block", "args", "kwargs")
+        for name in (*names, "forward", "keep"):
             yield f"keyword `{name}`", chain(mixers, **{name: 0.5}), [2]
+        state = lambda run, block, x: block(x, state=0.5)  # noqa: E731
+        yield "keyword `state`", chain(mixers, call=state), [2]
         yield "x by keyword", chain(mixers, call=lambda run, block, x: block(that=x)), [2]
         kinds = {"shift": FLOAT, "both": [FLOAT, torch.complex64], "extra": {"d": FLOAT}}
         yield "tensors by keyword", chain(mixers, name="late", **kinds), [2]
