@@ -83,8 +83,8 @@ def train_step(
     Details:
         1. A parameter without a gradient in this step is not stepped, whatever it had before.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
-        3. A huge but finite gradient such as 1e30 is no overflow: it has a norm, can be clipped.
-        4. `dtype` holds inside an autocast of the caller too; its cache keeps no old weights.
+        3. A huge but finite gradient such as 1e30 is no overflow: it has a norm.
+        4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through, and no step is taken.
     """
     raise NotImplementedError
@@ -277,4 +277,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 8452abe51a06
+# untouched stub 9f2220a4d30f
