@@ -211,7 +211,7 @@ leaf_hooks = attrgetter("_backward_hooks")
 """The hooks on the gradient of a tensor, or None: nothing public lists them."""
 
 
-# Ranks
+# The compiler
 
 
 class _NotYet(ModuleType):
@@ -223,9 +223,8 @@ class _NotYet(ModuleType):
         vars(self).update(given)
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") and name != "__path__"
-        ):  # asked of all modules: by inspect, for one
+        # Such names are asked of all modules, by inspect for one; this one begins a true import.
+        if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         return attrgetter(f"{self._path}.{name}"[1:])(_true_dynamo())
 
@@ -263,6 +262,9 @@ def _true_dynamo() -> ModuleType:
     if isinstance(sys.modules.get("torch._dynamo"), _NotYet):
         del sys.modules["torch._dynamo"]
     return importlib.import_module("torch._dynamo")
+
+
+# Ranks
 
 
 def import_checkpoint_files() -> None:

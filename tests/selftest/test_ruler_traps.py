@@ -175,6 +175,14 @@ def test_fake_and_meta_tensors_hold_no_memory() -> None:
     assert measure(step).above_baseline == 4 * KIB
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_mode_hides_no_temporaries(mode: type) -> None:
+    """Cross entropy with soft targets holds three times the 1,536 bytes of its 6 x 64 logits."""
+    logits, targets = torch.rand(6, 64), torch.rand(6, 64).softmax(1)
+    reading = measure(mode()(lambda: F.cross_entropy(logits, targets)), known=[logits, targets])
+    assert reading.above_baseline == 3 * 4 * 6 * 64
+
+
 def test_ten_runs_read_the_same_to_the_byte() -> None:
     model, x = mlp(), draw.randn(130, 200)
 

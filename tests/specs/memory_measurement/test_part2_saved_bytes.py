@@ -53,7 +53,7 @@ def emptied(saved):
 
 class TestPart2SavedBytes:
     @pytest.mark.works("saved_bytes", "held")
-    @counts("below: the graph is gone when you count; above: weights or copies are in it")
+    @counts("below: the graph is gone by then; above: weights, copies or an older graph are in it")
     def test_counts_what_the_graph_of_the_result_holds(self):
         """Two layers: the input (11 x 7) for a weight, the ReLU's result (11 x 13) for the next."""
         layers = nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5)
