@@ -85,6 +85,7 @@ class Law:
     _right: dict[str, Trace] = field(default_factory=dict)
     _guesses: dict[tuple[str, str], Pattern] = field(default_factory=dict)
     _mistakes: dict[str, ModuleType | None] = field(default_factory=dict)
+    _frees: dict[str, list[Callable[[Trace, World], bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.groups: dict[str, list[str]] = {}  # names of scenarios
@@ -174,11 +175,15 @@ class Law:
     def _is_otherwise(self, name: str, got: Trace, want: Trace) -> bool:
         """Whether an observable is not free, and is otherwise than it should be."""
         world = want["_world"]
-        if name.startswith("_") or any(
-            re.match(p, name) and when(want, world) for p, when in self.free
-        ):
+        if name.startswith("_") or any(when(want, world) for when in self._free_when(name)):
             return False
         return not same(got.get(name, _NOTHING), want.get(name, _NOTHING), self.rounding(world))
+
+    def _free_when(self, name: str) -> list[Callable[[Trace, World], bool]]:
+        """In which worlds an observable is free; the patterns are tried once a name."""
+        if name not in self._frees:
+            self._frees[name] = [when for pattern, when in self.free if re.match(pattern, name)]
+        return self._frees[name]
 
     def _rank(self, difference: Difference) -> int:
         starts = enumerate(self.meanings)
