@@ -76,8 +76,9 @@ COLLECTIVES = frozenset(
 FSDP_COPIES = "fsdp"
 """The namespace of FSDP2's copies into and out of collectives: no hook sees these buffers."""
 
-FSDP_GRADIENT_COPY = "fsdp::chunk_cat"
-"""FSDP2 copies unsharded gradients into the reduce-scatter by this one: no hook has them then."""
+FSDP_GRADIENT_COPIES = ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
+"""FSDP2 copies unsharded gradients into the reduce-scatter by these: no hook has them then."""
+# the second since torch 2.15
 
 
 # Tensors and their hooks
@@ -261,7 +262,10 @@ def put_off_dynamo() -> None:
 def _true_dynamo() -> ModuleType:
     if isinstance(sys.modules.get("torch._dynamo"), _NotYet):
         del sys.modules["torch._dynamo"]
-    return importlib.import_module("torch._dynamo")
+    dynamo = importlib.import_module("torch._dynamo")
+    # It was imported before its package, which has no such name in torch 2.6 then.
+    dynamo.config = sys.modules["torch._dynamo.config"]  # type: ignore[attr-defined]
+    return dynamo
 
 
 # Ranks

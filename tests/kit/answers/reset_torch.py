@@ -11,8 +11,9 @@ from kit.private_torch import dispatch_modes, pop_dispatch_mode, pop_saved_tenso
 
 def reset_torch() -> None:
     """Reset the modes, hooks, defaults and random state that an answer may have left behind."""
-    while dispatch_modes():
+    while in_force := dispatch_modes():
         pop_dispatch_mode()
+        del in_force  # torch 2.6 crashes where it pops a mode that nobody else holds
     while saved_tensors_hooks_in_force():
         pop_saved_tensors_hooks()
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):

@@ -16,7 +16,7 @@ from kit.private_torch import (
     COLLECTIVES,
     DEVICE_QUERIES,
     FSDP_COPIES,
-    FSDP_GRADIENT_COPY,
+    FSDP_GRADIENT_COPIES,
     active_fake_mode,
     fake_device,
     fake_mode_depth,
@@ -223,7 +223,7 @@ class StorageLog(LiveBytes):
             self._note("communication", args, *kwargs.values(), result)
         elif func.namespace == FSDP_COPIES:
             self._note("communication", args, *kwargs.values(), result)
-            if func.name() == FSDP_GRADIENT_COPY:
+            if func.name() in FSDP_GRADIENT_COPIES:
                 self._note("gradients", args)
         elif func is CAST:
             self._liken(result, args[0])
