@@ -135,6 +135,29 @@ def test_what_a_call_must_leave_untouched_is_watched(observable, raises):
     assert failure.value.clause == UNTOUCHED
 
 
+ATTRIBUTES = {
+    "something is set on the object and stays there: Sequential.other, 0.mine": (
+        lambda model: (setattr(model[0], "mine", 1), setattr(model, "other", 2))
+    ),
+    "something is removed from the object: 0.scale": lambda model: delattr(model[0], "scale"),
+    "something on the object is replaced: 0.scale": lambda model: setattr(model[0], "scale", abs),
+    "something is set on the object and stays there: 0.mine; "
+    "something is removed from the object: 0.scale": (
+        lambda model: setattr(model[0], "mine", vars(model[0]).pop("scale"))
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", ATTRIBUTES)
+def test_what_becomes_of_attributes_is_said_with_their_names(cause):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].scale = math.sqrt
+    with pytest.raises(SpecFailure) as failure:
+        _answer(lambda model: ATTRIBUTES[cause](model)).f(model)
+    assert failure.value.cause == cause
+    assert ("0.scale" in failure.value.got) is ("replaced" in cause)
+
+
 def test_a_call_that_leaves_all_as_it_was_passes_and_keeps_nothing_alive():
     gone = []
 

@@ -31,7 +31,6 @@ from kit.private_torch import data_version, dispatch_modes, leaf_hooks
 _CAUSES = {
     "training": "train() or eval() is called: the mode is the caller's business",
     "hooks": "a hook is left behind, or one of the caller's is removed",
-    "attributes": "something is set on the object and stays there",
     "requires_grad": "requires_grad is switched and not switched back",
     "data": "the caller's tensor is changed in place",
     "autocast": "autocast is set by hand and not set back; `with` does that, after an error too",
@@ -41,6 +40,8 @@ _CAUSES = {
     "garbage": "the garbage collector is switched off and not on again",
 }
 _SET = "it is set by hand and not set back"  # whatever else is in force
+
+Named = dict[str, int]  # attributes by name: 0, or which callable it is
 
 
 def watch(answer: ModuleType, changes: Mapping[str, tuple[str, ...]]) -> None:
@@ -107,9 +108,24 @@ _GONE = object()  # the object of which something is observed is there no longer
 
 
 def _failure(observable: str, old: Any, new: Any, after: str) -> SpecFailure:
-    cause = next((c for part, c in _CAUSES.items() if part in observable), _SET)
+    if "attributes" in observable:
+        cause, old, new = _attributes_that_differ(old, new)
+    else:
+        cause = next((c for part, c in _CAUSES.items() if part in observable), _SET)
     expected = f"{observable} as before {after}: {_shown(old)}"
     return SpecFailure(expected, _shown(new), cause, sure=True, clause=UNTOUCHED)
+
+
+def _attributes_that_differ(old: Named, new: Named) -> tuple[str, list[str], list[str]]:
+    """What has become of which attributes, and the names of these before and now."""
+    found = {
+        "something is set on the object and stays there": [n for n in new if n not in old],
+        "something is removed from the object": [n for n in old if n not in new],
+        "something on the object is replaced": [n for n in old if n in new and old[n] != new[n]],
+    }
+    cause = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
+    others = {n for names in found.values() for n in names}
+    return cause, [n for n in old if n in others], [n for n in new if n in others]
 
 
 def _shown(value: Any) -> str:
@@ -170,7 +186,10 @@ def _looks(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         modules = [(f"{name or type(value).__name__}", m) for name, m in value.named_modules()]
         yield "training flags", lambda: {n: m.training for n, m in modules}
         yield "hooks of modules", lambda: {n: h for n, m in modules if (h := _hooks(vars(m)))}
-        yield "attributes of modules", lambda: {n: _attributes(m, "") for n, m in modules}
+        yield (
+            "attributes of modules",
+            lambda: {f"{n}.{k}": v for n, m in modules for k, v in _attributes(m, "").items()},
+        )
         leaves = [(name, weakref.ref(p)) for name, p in value.named_parameters()]
         yield (
             "requires_grad of parameters",
@@ -193,10 +212,10 @@ def _version(tensor: Tensor | None) -> Any:
     return _GONE if tensor is None else data_version(tensor)
 
 
-def _attributes(value: object, private: str) -> set[str]:
-    """Names; of a callable also which one it is: a method may be replaced."""
+def _attributes(value: object, private: str) -> Named:
+    """By name; of a callable also which one it is: a method may be replaced."""
     return {
-        f"{key}={id(v)}" if callable(v) else key
+        key: id(v) if callable(v) else 0
         for key, v in vars(value).items()
         if not private or not key.startswith(private)
     }
