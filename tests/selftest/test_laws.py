@@ -22,6 +22,7 @@ from kit.laws import checks, untouched
 from kit.laws.bars import bar
 from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, check_equal
 from kit.laws.differences import differences
+from kit.laws.endings import check_ending
 from kit.laws.failures import FAILURES, failing
 from kit.laws.law import Law
 from kit.laws.scenarios import scenarios
@@ -173,6 +174,30 @@ def test_a_call_that_leaves_all_as_it_was_passes_and_keeps_nothing_alive():
     del tensor
     assert _answer(f).f(data) == 3
     assert gone == [True]
+
+
+def test_an_error_that_is_kept_is_noticed_and_a_cycle_is_not():
+    kept = []
+
+    def keeps(function):
+        try:
+            function()
+        except KeyError as error:
+            kept.append(error)
+            raise
+
+    def names(function):
+        try:
+            function()
+        except KeyError as error:
+            mine = error  # its traceback has this frame: a cycle, until the collector comes
+            assert mine
+            raise
+
+    check_ending(names, "error", lambda: None)
+    with pytest.raises(SpecFailure, match="still alive") as failure:
+        check_ending(keeps, "error", lambda: None)
+    assert failure.value.sure
 
 
 @scenarios("grad mode")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from weakref import ref
 
 from kit.laws.checks import SpecFailure, check_equal
 
@@ -12,13 +14,16 @@ ENDINGS = {"success": None, "error": KeyError("mine"), "ctrl_c": KeyboardInterru
 def check_ending(
     run: Callable[[Callable[[], object]], object], end: str, function: Callable[[], object]
 ) -> None:
-    """Have `run` call a function that ends so: its error must come through, and be the same."""
+    """Have `run` call a function that ends so: its error must come through, and not be kept."""
     __tracebackhide__ = True
-    planted, came = ENDINGS[end], None
+    planted, came = ENDINGS[end], repr(None)
+    there: list[ref[set[str]]] = []
 
     def ends() -> object:
+        own = {end}  # lives as long as this frame, and so as long as the error's traceback
+        there.append(ref(own))
         if planted:
-            raise planted
+            raise type(planted)(*planted.args)
         return function()
 
     try:
@@ -26,6 +31,12 @@ def check_ending(
     except (NotImplementedError, SpecFailure):
         raise
     except (Exception, KeyboardInterrupt) as error:
-        came = error
+        came = repr(error)
     cause = "an error or Ctrl-C is kept from the caller, or another one made of it"
-    check_equal(repr(came), repr(planted), "the error that comes out", cause=cause)
+    check_equal(came, repr(planted), "the error that comes out", cause=cause)
+    if any(own() for own in there):
+        gc.collect()
+    alive = sum(own() is not None for own in there)
+    cause = "the error is kept, and so are all tensors in the frames of its traceback"
+    what = "frames of the failed call that are still alive"
+    check_equal(alive, 0, what, cause=cause, suspects={cause: alive})
