@@ -46,7 +46,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     """Bytes of a model's parameters, gradients and buffers, and of an optimizer's state.
 
         parameters  frozen ones too
-        gradients   of frozen parameters too; None takes nothing
+        gradients   of frozen parameters too; None is 0 bytes
         buffers     of every module, non-persistent ones too
         optimizer   tensors in `optimizer.state`; Adam has none before its first step
         sharing     a storage counts once, under the first of these kinds that has it
@@ -55,17 +55,18 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
         StateBytes(parameters=96, gradients=0, buffers=0, optimizer=0)
 
     Args:
-        model: dense tensors of any dtype.
+        model: its tensors are dense, of any dtype.
         optimizer: None counts as no state.
 
     Raises:
-        TypeError: not a Module, not an Optimizer; names the type.
+        TypeError: not a Module, or not an Optimizer; names the type.
 
     Details:
-        1. A slice, an expanded or a strided tensor counts as all of the storage behind it.
-        2. Optimizer state may lie deep in lists, tuples and dicts, as that of L-BFGS does.
+        1. A slice, an expanded or a strided tensor counts as the whole storage behind it, which
+           `resize_(0)` may have emptied.
+        2. Optimizer state may lie deep in lists, tuples and dicts, as L-BFGS has it.
         3. Hyperparameters in `optimizer.param_groups` are not state, even if they are tensors.
-        4. A tensor on the meta device counts as many bytes as it would take.
+        4. A tensor on the meta device counts the bytes that it would take elsewhere.
         5. Model, gradients and optimizer stay as they are.
     """
     if not isinstance(model, nn.Module):
@@ -103,16 +104,16 @@ def _new_bytes(values: Iterable[object], seen: set[int]) -> int:
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """Bytes that autograd holds for the backward pass of what `forward` returns.
 
-        held      what was saved while `forward` ran and the graph of its result still holds
+        held      what was saved while `forward` ran, if the graph of its result still holds it
         sharing   a storage counts once and in full, however small the saved part
-        left out  the model's parameters and buffers, in whatever shape
-        after     errors and Ctrl-C come through; no hook is left; backward still works
+        left out  parameters and buffers that the model has after `forward`, and views of them
+        after     errors and Ctrl-C come through and are not kept; no hook is left; backward works
 
         >>> saved_bytes(lambda: model(x), model)
 
     Args:
-        forward: called once; its result may be lists, tuples and dicts.
-        model: whose tensors are left out.
+        forward: called once; it may return tensors in lists, tuples and dicts.
+        model: its parameters and buffers are left out.
 
     Raises:
         TypeError: not a Module; names the type.
@@ -120,7 +121,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     Details:
         1. What was saved for a graph that is gone does not count, even if the tensor lives on.
         2. A saved input counts.
-        3. Once the caller drops the result, its graph goes without the garbage collector.
+        3. Once the caller drops the result, its graph is freed without the garbage collector.
         4. Saved-tensor hooks of the caller are in force again afterwards.
         5. Gradients, modes and the random stream are as `forward` alone would leave them.
     """
@@ -164,16 +165,16 @@ def peak_memory(
     """Run `step` once and say how many bytes were alive before, at the peak, and after.
 
         peak      temporaries count while they live: in forward, backward and optimizer step
-        sharing   a view or an in-place result takes nothing; a slice keeps its storage
-        retained  what is freed is given back; may be negative
-        after     errors and Ctrl-C come through; no dispatch mode is left
+        sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
+        retained  what the step frees is subtracted; may be negative
+        after     errors and Ctrl-C come through and are not kept; no dispatch mode is left
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
     Args:
-        step: its result is dropped before `retained` is read.
+        step: called once; its result is dropped before `retained` is read.
         device: "cpu", "cuda" or "cuda:N", or a torch.device; only its memory counts.
-        existing: tensors from before that the step uses or frees; on the cpu the baseline.
+        existing: older tensors that the step uses or frees; on the cpu, they are the baseline.
 
     Raises:
         other devices, and absent ones.
@@ -182,8 +183,10 @@ def peak_memory(
         1. Every dtype counts, and every operation on dense tensors, under no_grad too; what
            inference_mode shows as one operation counts as one.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
-        3. The peak is never below the baseline, and never that of an earlier measurement.
-        4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.
+        3. The peak is never below the baseline, and never that of an earlier measurement; on the
+           cpu a step may itself measure.
+        4. A tensor that an operation makes larger (`resize_`, `out=`), or puts on another storage
+           (`set_`, `torch.load`), counts with its new size.
         5. `untyped_storage().resize_(0)`, by which FSDP frees parameters, gives back its bytes.
         6. On cuda the figures are the allocator's.
     """
@@ -265,7 +268,9 @@ def training_bytes(
     zero_stage: int = 0,
     ranks: int = 1,
 ) -> int:
-    """Bytes of weights+gradients+optimizer on one rank, by arithmetic. A parameter takes:
+    """Bytes of weights, gradients and optimizer state on one rank, by arithmetic.
+
+    A parameter takes, in this order:
 
         sgd           4+4+0
         sgd_momentum  4+4+4
@@ -294,7 +299,7 @@ def training_bytes(
         2. Frozen weights are divided at stage 3 as others are.
         3. The result is exact for every count; an odd half byte is rounded up.
         4. 0 is a count, of parameters and of adapters.
-        5. A number that is not an int, such as 7e9 or ranks=2.0, is a TypeError.
+        5. A number that is not an int, such as 7e9 or ranks=2.0, raises TypeError.
     """
     counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}
     if trainable is not None:

@@ -233,13 +233,13 @@ class _LiveStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         # What comes in and goes out again, as itself or as a view, was not allocated here, even if
         # we had not been told of it. torch.tensor(...) is the exception: lift_fresh shows it first.
         passed = set()
         if func is not torch.ops.aten.lift_fresh.default:
             for tensor in _tensors((args, kwargs), attributes=False):
                 passed.update(storage._cdata for storage in _storages(tensor))
+        out = func(*args, **kwargs)
         for tensor in _tensors(out, attributes=False):
             for storage in _storages(tensor):
                 if storage._cdata in self._known or storage._cdata not in passed:

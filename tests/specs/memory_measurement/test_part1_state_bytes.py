@@ -52,7 +52,8 @@ class TestPart1StateBytes:
         yield "momentum", (size, size, 0, size), model, momentum
         adam = Adam((model := trained(13, 5)).parameters())
         yield "Adam before its first step", (280, 280, 0, 0), model, adam
-        yield "Adam after it", (280, 280, 0, 2 * 280 + 2 * 4), model, stepped(adam)
+        adam.register_state_dict_post_hook(lambda *_: {"state": {}, "param_groups": []})
+        yield "Adam after it, unsaved", (280, 280, 0, 2 * 280 + 2 * 4), model, stepped(adam)
         yield "no momentum", (280, 280, 0, 0), model, stepped(SGD(model.parameters(), 0.1))
         both = [*model.parameters(), *trained(4, 2).parameters()]  # a loss has parameters too
         both = stepped(SGD(both, 0.1, momentum=0.9))
@@ -129,13 +130,16 @@ class TestPart1StateBytes:
         yield "slices of large tensors", (0, 0, 4 * 500 + 8 * 100, 0), slices
         gaps = with_buffers(gaps=torch.empty_strided((4, 3), (10, 1)))
         yield "a buffer with gaps", (0, 0, 4 * 33, 0), gaps
+        (model := nn.Linear(8, 4)).weight.untyped_storage().resize_(0)
+        yield "a weight that FSDP has freed", (4 * 4, 0, 0, 0), model
 
     @pytest.mark.survives("state_bytes", 2)
     @counts("lists, tuples or dicts in the state are not looked into")
     def test_finds_optimizer_state_however_deep(self):
         deep = [torch.zeros(5), {"deep": (torch.zeros(7, dtype=torch.float64), None)}]
-        optimizer = with_state(model := nn.Linear(2, 2), pair=(3, torch.zeros(11)), old=deep)
-        yield "lists and tuples", (24, 0, 0, 4 * 11 + 4 * 5 + 8 * 7), model, optimizer
+        model, twins = nn.Linear(2, 2), ([torch.zeros(3)], [torch.zeros(3)])
+        optimizer = with_state(model, pair=(3, torch.zeros(11)), old=deep, twins=twins)
+        yield "lists and tuples", (24, 0, 0, 4 * 11 + 4 * 5 + 8 * 7 + 4 * 6), model, optimizer
         ordered, codes = OrderedDict(m=torch.zeros(9)), torch.zeros(13, dtype=torch.uint8)
         optimizer = with_state(model, ordered=ordered, named=torch.aminmax(torch.zeros(2)), q=codes)
         optimizer.state["shared"] = torch.zeros(5)
@@ -155,7 +159,7 @@ class TestPart1StateBytes:
         model[1].weight = model[0].weight
         yield "tied layers", (4 * (32 + 4 + 8), 0, 0, 0), model
         whole, more = torch.zeros(10, device="meta"), torch.zeros(4, device="meta")
-        model = with_buffers(whole=whole, part=whole[2:7], weight=nn.Parameter(more))
+        model = with_buffers(part=whole[2:7], whole=whole, weight=nn.Parameter(more))
         state = with_state(nn.Linear(1, 1), first=torch.zeros_like(more), second=whole.clone())
         yield "buffers and state", (0, 0, 40 + 16, 16 + 40), model, state
 

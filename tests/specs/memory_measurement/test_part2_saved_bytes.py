@@ -69,6 +69,9 @@ class TestPart2SavedBytes:
         yield "what a Function saves", 2 * 4 * 36, lambda: Doubled.apply(x)
         yield "rows by index", 4 * 36 + 8 * 3, lambda: x.exp()[index]
         yield "what the step before has saved", 4 * 36, x.exp().tanh
+        kept = []
+        yield "a result that the caller keeps", 4 * 36, lambda: kept.append(x.exp()) or kept
+        yield "another beside it", 4 * 36, x.tanh
         yield "a pass under no_grad", 0, torch.no_grad()(lambda: x.exp())
         with torch.no_grad():
             yield "under the caller's no_grad", 0, lambda: x.exp()
@@ -109,6 +112,8 @@ class TestPart2SavedBytes:
         yield "a row of a buffer", 0, lambda: row * body.table[4], body
         body.register_buffer("mask", torch.ones(6), persistent=False)
         yield "a hidden buffer", 0, lambda: row * body.mask, body
+        late = lambda: body.register_buffer("late", torch.ones(6))  # noqa: E731
+        yield "a buffer made on the way", 0, lambda: (late(), row * body.late)[1], body
         yield "a loss has weights", 4 * (5 * 6 + 5 * 8 + 8 * 2), lambda: loss(body(x)), body
 
     @pytest.mark.exact("saved_bytes", "after")

@@ -1,7 +1,9 @@
 """Peaks, compared with formulas in multiples of CUDA's 512 bytes, and with the kit's own ruler."""
 
 import copy
+from contextlib import suppress
 from functools import partial, reduce
+from io import BytesIO
 
 import pytest
 import torch
@@ -188,15 +190,35 @@ class TestPart3PeakMemory:
         yield "then a small one", (0, 4, 0), lambda: floats(4)
         yield "then one that only frees", (4, 0, -4), held.clear, iter(held[:])
 
+    @pytest.mark.survives("peak_memory", 3)
+    def test_a_step_may_measure_too(self, answer):
+        """4 KiB, then 8 in a measurement inside, then 32 for a moment in one that fails."""
+        kept, inside = [], []
+
+        def step():
+            kept.append(floats(4))
+            inside.append(answer.peak_memory(lambda: kept.append(floats(8)), "cpu"))
+            with suppress(ZeroDivisionError):
+                answer.peak_memory(lambda: floats(32).dim() / 0, "cpu")
+
+        outside, after = (answer.peak_memory(run, "cpu") for run in (step, lambda: floats(1)))
+        want = [(0, 44, 12), (0, 8, 8), (0, 1, 0)]
+        got = [tuple(n // KIB for n in reading) for reading in (outside, *inside, after)]
+        cause = "one measurement knows what another has seen"
+        check_equal(got, want, "KiB outside, inside and afterwards", cause=cause)
+
     @pytest.mark.survives("peak_memory", 4)
     @counts("the size of a storage is read only once")
     def test_sees_a_tensor_grow(self):
-        x, out, full = torch.empty(0), torch.empty(0), floats(4)
+        x, out, full, kept, file = torch.empty(0), torch.empty(0), floats(4), [], BytesIO()
         yield "resized", (0, 8, 8), lambda: x.resize_(2 * KIB), [x]
         yield "filled as out", (4, 4, 4), lambda: torch.mul(full, 3, out=out), [full, out]
         yield "resized and gone", (0, 8, 0), lambda: torch.empty(0).resize_(2 * KIB)
         gone = lambda: torch.mul(full, 3, out=torch.empty(0))  # noqa: E731
         yield "filled and gone", (4, 4, 0), gone, [full]
+        torch.save(full, file)
+        load = lambda: kept.append(torch.load((file.seek(0), file)[1]))  # noqa: E731
+        yield "loaded from a file", (0, 4, 4), load
 
     @pytest.mark.survives("peak_memory", 5)
     @counts("storage.resize_ is no operation, so sizes are to be read again")
