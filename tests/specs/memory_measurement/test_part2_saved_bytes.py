@@ -108,6 +108,8 @@ class TestPart2SavedBytes:
         x, row, body, loss = leaf(5, 6), leaf(6), nn.Linear(6, 8, bias=False), nn.Linear(8, 2)
         yield "a frozen layer", 4 * (5 * 6 + 5 * 8 + 2 * 8), lambda: layers(x), layers
         yield "halves", 4 * 30, lambda: [F.linear(x, w) for w in body.weight.chunk(2)], body
+        in_16_bits = torch.autocast(x.device.type, torch.bfloat16)(lambda: body(x))
+        yield "16-bit copies are no views", 2 * (30 + 48), in_16_bits, body
         body.register_buffer("table", torch.ones(9, 6))
         yield "a row of a buffer", 0, lambda: row * body.table[4], body
         body.register_buffer("mask", torch.ones(6), persistent=False)
