@@ -28,7 +28,8 @@ def suspects(
     for answer in sorted(answers, key=lambda a: not (a.mistake and a.mistake.spec == spec)):
         entry = answer.mistake
         if entry and wanted(entry):
-            words = f"{entry.name.replace('_', ' ')}: {entry.belief}"
+            # The belief may sound right, so it must not read as what the judge believes.
+            words = f'{entry.name.replace("_", " ")}. Perhaps you thought: "{entry.belief}"'
             yield words, partial(_imported, answer.path)
 
 
