@@ -161,7 +161,7 @@ class World:
         return self.loss(output, target)
 
     def _note_step(self) -> None:
-        gradients = {n: p.grad.clone() for n, p in self.leaves.items() if p.grad is not None}
+        gradients = {n: g for n, p in self.leaves.items() if (g := _gradient(p)) is not None}
         self.steps.append(
             {
                 "gradients": {n: g for n, g in gradients.items() if n not in self.foreign},
@@ -178,12 +178,17 @@ class World:
             "weights": {name: p.detach().clone() for name, p in leaves},
             "optimizer state": kept(state["state"]),
             "optimizer groups": kept(state["param_groups"]),
-            "kept gradients": {n: None if p.grad is None else p.grad.clone() for n, p in leaves},
+            "kept gradients": {n: _gradient(p) for n, p in leaves},
             "buffers": {name: b.clone() for name, b in self.model.named_buffers()},
             "scaler": self.grad_scaler.state_dict() if self.grad_scaler else None,
             "schedule": self.scheduler.last_epoch if self.scheduler else None,
             "random state": [torch.get_rng_state(), *_cuda_random_state(self.device)],
         }
+
+
+def _gradient(leaf: Tensor) -> Tensor | None:
+    """A copy, which is not sparse."""
+    return None if leaf.grad is None else leaf.grad.to_dense().clone()
 
 
 def _cuda_random_state(device: torch.device) -> list[Tensor]:

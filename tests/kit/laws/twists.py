@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kit.laws.precisions import PRECISIONS, SCALE
@@ -132,6 +133,46 @@ def in_lists(w: World) -> None:
     w.batches = [[*batch] for batch in w.batches]
 
 
+class Pair(NamedTuple):
+    """A batch with names."""
+
+    x: Tensor
+    y: Tensor
+
+
+def in_tuples_with_names(w: World) -> None:
+    """The batch is a named tuple."""
+    w.after.append(lambda w: vars(w).update(batch=Pair(*w.batches[0])))
+
+
+def sparse(w: World) -> None:
+    """A table of which some rows have a gradient, and one of them two."""
+    table, rows = nn.Parameter(torch.ones(6, 4)), [1, 4, 1]
+    w.extra["table"], w.sgd = table, {"lr": 0.02}
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        chosen = F.embedding(torch.tensor(rows, device=out.device), table, sparse=True)
+        return mse(out, y) + chosen.square().sum()
+
+    w.loss = loss
+
+
+def overwritten_loss(w: World) -> None:
+    """After the call another loss is written where this one was, as a CUDA graph does."""
+    losses: list[Tensor] = []
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        losses.append(mse(out, y))
+        return losses[-1]
+
+    @contextmanager
+    def outer() -> Iterator[None]:
+        yield
+        losses[-1].detach().fill_(7.0)
+
+    w.loss, w.outer = loss, outer
+
+
 def scaled(**options: float) -> Twist:
     """Options of the scaler, where there is one."""
     return lambda w: w.scaler and put(scaler={**w.scaler, **options})(w)
@@ -159,6 +200,7 @@ def tied(w: World) -> None:
     assert isinstance(w.model, nn.Sequential)
     first, second = nn.Linear(5, 5), nn.Linear(5, 5)
     second.weight = first.weight
+    w.tags = {*w.tags, "tied"}
     w.model.append(first)
     w.model.append(second)
 
