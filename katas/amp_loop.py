@@ -27,7 +27,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to a scalar
 class StepResult(NamedTuple):
     """What one training step did."""
 
-    loss: Tensor  # the true loss: float32 scalar, not scaled, without a graph
+    loss: Tensor  # a copy of the true loss: float32 scalar, not scaled, without a graph
     grad_norm: Tensor  # 2-norm of the true gradients before clipping: float32 scalar
     skipped: bool  # whether an overflow kept the weights as they were
 
@@ -60,7 +60,7 @@ def train_step(
     """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for the forward pass and the loss, off for the backward pass
-        loss       of the output as float32; returned unscaled, float32, detached
+        loss       of the output as float32; returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler has skipped the optimizer's step
@@ -83,9 +83,10 @@ def train_step(
     Details:
         1. A parameter without a gradient in this step is not stepped, whatever it had before.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
-        3. A huge but finite gradient such as 1e30 is no overflow: it has a norm.
+        3. A finite gradient such as 1e30 is no overflow: it has a norm.
         4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through, and no step is taken.
+        5. An error in model, loss or optimizer comes through; no step is taken or counted, and the
+           next call works.
     """
     raise NotImplementedError
 
@@ -121,7 +122,7 @@ class LossScaler:
         3. A float16 gradient is a ValueError, and nothing is divided: the model was cast. Other
            dtypes are fine.
         4. A huge but finite gradient is no overflow.
-        5. unscale_ takes less memory than two more gradients, however many there are.
+        5. unscale_ takes less extra memory than two gradients.
         6. A parameter without a gradient is left alone.
         7. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
@@ -201,7 +202,7 @@ def save_checkpoint(
     """Write what the next step depends on to a file.
 
         saved   the state of each argument, and torch's random state on every device
-        atomic  a save that fails leaves the file from before, and no other file
+        atomic  a save writes its file whole or not at all, and no other
 
     Args:
         path: string or path.
@@ -216,12 +217,12 @@ def load_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Restore what save_checkpoint has written.
+    """Restore what save_checkpoint wrote.
 
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler was saved and none is given, or the other way round.
+        a scaler or scheduler is only saved or only given; RuntimeError: another model's weights.
     """
     raise NotImplementedError
 
@@ -233,10 +234,10 @@ class MasterWeights:
     """Trains a 16-bit model through a float32 copy of its trainable weights.
 
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
-                 `optimizer` is what `make_optimizer` has made of them
+                 `optimizer` is what `make_optimizer` made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
                  rounded. Returns False, and moves nothing, if such a gradient is infinite or NaN
-        memory   between steps with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
+        memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
     Args:
@@ -245,14 +246,15 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state with another number of masters.
+        loss_scale that is not positive and finite; a state with masters of another number or
+        shape.
 
     Details:
-        1. The gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
+        1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
-        3. A parameter without a gradient is left alone, and so are its moments.
+        3. A parameter without a gradient is left alone, its moments too.
         4. A huge but finite gradient is a step.
-        5. A loaded state is copied: training does not change what was saved.
+        5. A loaded state is copied: training does not change it.
     """
 
     def __init__(
@@ -277,4 +279,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 9f2220a4d30f
+# untouched stub 7cacec1853cc

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +32,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to a scalar
 class StepResult(NamedTuple):
     """What one training step did."""
 
-    loss: Tensor  # the true loss: float32 scalar, not scaled, without a graph
+    loss: Tensor  # a copy of the true loss: float32 scalar, not scaled, without a graph
     grad_norm: Tensor  # 2-norm of the true gradients before clipping: float32 scalar
     skipped: bool  # whether an overflow kept the weights as they were
 
@@ -64,7 +65,7 @@ def train_step(
     """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for the forward pass and the loss, off for the backward pass
-        loss       of the output as float32; returned unscaled, float32, detached
+        loss       of the output as float32; returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler has skipped the optimizer's step
@@ -87,9 +88,10 @@ def train_step(
     Details:
         1. A parameter without a gradient in this step is not stepped, whatever it had before.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
-        3. A huge but finite gradient such as 1e30 is no overflow: it has a norm.
+        3. A finite gradient such as 1e30 is no overflow: it has a norm.
         4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through, and no step is taken.
+        5. An error in model, loss or optimizer comes through; no step is taken or counted, and the
+           next call works.
     """
     _check_step(batch, scaler, dtype, max_norm)
     inputs, targets = batch
@@ -119,17 +121,46 @@ def train_step(
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, grad_norm)
 
+    # A copy: the loss may be part of a batch, or lie where the next one is written.
+    loss = loss.detach().to(torch.float32, copy=True)
     if scaler is None:
         optimizer.step()
-        return StepResult(loss.detach().float(), grad_norm, skipped=False)
-    scale = scaler.get_scale()
-    scaler.step(optimizer)
+        return StepResult(loss, grad_norm, skipped=False)
+    stepped = _step(scaler, optimizer)
     scaler.update()
-    # The scale falls after an overflow and at no other time.
-    return StepResult(loss.detach().float(), grad_norm, skipped=scaler.get_scale() < scale)
+    return StepResult(loss, grad_norm, skipped=not stepped)
+
+
+def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
+    """Step through the scaler; whether the optimizer has stepped."""
+    stepped = False
+
+    def note(stepping: Optimizer, *_: object) -> None:
+        nonlocal stepped
+        # A fused optimizer is called after an overflow too, and skips by itself.
+        stepped = not getattr(stepping, "found_inf", False)
+
+    hook = optimizer.register_step_post_hook(note)
+    try:
+        scaler.step(optimizer)
+    except BaseException:
+        # Left between unscale_ and update, the scaler would refuse the next step.
+        state = scaler.state_dict()
+        scaler.update()
+        scaler.load_state_dict(state)
+        raise
+    finally:
+        hook.remove()
+    return stepped
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, which may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
+    gradients = [_values(gradient) for gradient in gradients]
     norm = get_total_norm(gradients)
     largest = get_total_norm(gradients, math.inf)
     if norm.isinf() and largest.isfinite():
@@ -188,7 +219,7 @@ class LossScaler:
         3. A float16 gradient is a ValueError, and nothing is divided: the model was cast. Other
            dtypes are fine.
         4. A huge but finite gradient is no overflow.
-        5. unscale_ takes less memory than two more gradients, however many there are.
+        5. unscale_ takes less extra memory than two gradients.
         6. A parameter without a gradient is left alone.
         7. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
@@ -238,7 +269,7 @@ class LossScaler:
             grad.mul_(1.0 / self._scale)
         # The extremes of a tensor are infinite or NaN if any element is, and need no copy; a sum
         # or a norm would overflow by itself. Only `not` waits for the device, once for all.
-        extremes = [extreme for grad in grads if grad.numel() for extreme in grad.aminmax()]
+        extremes = [x for grad in map(_values, grads) if grad.numel() for x in grad.aminmax()]
         finite = torch.stack(extremes).isfinite().all() if extremes else True
         self._overflow[id(optimizer)] = not finite
 
@@ -333,7 +364,7 @@ def save_checkpoint(
     """Write what the next step depends on to a file.
 
         saved   the state of each argument, and torch's random state on every device
-        atomic  a save that fails leaves the file from before, and no other file
+        atomic  a save writes its file whole or not at all, and no other
 
     Args:
         path: string or path.
@@ -346,8 +377,8 @@ def save_checkpoint(
         "random": torch.get_rng_state(),
         "cuda_random": torch.cuda.get_rng_state_all(),  # one for each GPU, so often none
     }
-    # Write beside it, then rename: a rename happens whole or not at all.
-    partial = Path(f"{os.fspath(path)}.partial")
+    # Write beside it, under a name that nobody has, then rename: that happens whole or not at all.
+    partial = Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
     try:
         torch.save(state, partial)
         os.replace(partial, path)
@@ -362,12 +393,12 @@ def load_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Restore what save_checkpoint has written.
+    """Restore what save_checkpoint wrote.
 
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler was saved and none is given, or the other way round.
+        a scaler or scheduler is only saved or only given; RuntimeError: another model's weights.
     """
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, given in (("scaler", scaler), ("scheduler", scheduler)):
@@ -390,10 +421,10 @@ class MasterWeights:
     """Trains a 16-bit model through a float32 copy of its trainable weights.
 
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
-                 `optimizer` is what `make_optimizer` has made of them
+                 `optimizer` is what `make_optimizer` made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
                  rounded. Returns False, and moves nothing, if such a gradient is infinite or NaN
-        memory   between steps with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
+        memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
     Args:
@@ -402,14 +433,15 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state with another number of masters.
+        loss_scale that is not positive and finite; a state with masters of another number or
+        shape.
 
     Details:
-        1. The gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
+        1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
-        3. A parameter without a gradient is left alone, and so are its moments.
+        3. A parameter without a gradient is left alone, its moments too.
         4. A huge but finite gradient is a step.
-        5. A loaded state is copied: training does not change what was saved.
+        5. A loaded state is copied: training does not change it.
     """
 
     def __init__(
@@ -435,18 +467,20 @@ class MasterWeights:
         """Step the masters and round them into the model; whether the step was taken."""
         if not 0 < loss_scale < math.inf:
             raise ValueError(f"loss_scale must be positive and finite, not {loss_scale}")
-        for weight, master in zip(self._weights, self.masters, strict=True):
-            if weight.grad is not None:
-                # Widen first: divided in 16 bits, what the scale has saved would underflow now.
-                master.grad = weight.grad.float() / loss_scale
-        grads = [master.grad for master in self.masters if master.grad is not None]
-        taken = all(bool(grad.isfinite().all()) for grad in grads)
-        if taken:
+        try:
+            for weight, master in zip(self._weights, self.masters, strict=True):
+                if weight.grad is not None:
+                    # Widen first: divided in 16 bits, what the scale has saved would underflow now.
+                    master.grad = weight.grad.float() / loss_scale
+            grads = [master.grad for master in self.masters if master.grad is not None]
+            if not all(bool(_values(grad).isfinite().all()) for grad in grads):
+                return False
             self.optimizer.step()
             for weight, master in zip(self._weights, self.masters, strict=True):
                 weight.copy_(master)
-        self.optimizer.zero_grad()
-        return taken
+            return True
+        finally:
+            self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """The "masters", a list, and the "optimizer" state."""
@@ -456,8 +490,9 @@ class MasterWeights:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict`, and round the masters into the model."""
         saved = state_dict["masters"]
-        if len(saved) != len(self.masters):
-            raise ValueError(f"{len(saved)} masters were saved, and there are {len(self.masters)}")
+        old, new = ([tuple(m.shape) for m in masters] for masters in (saved, self.masters))
+        if old != new:
+            raise ValueError(f"{len(old)} masters, {old}, were saved for {len(new)}, {new}")
         for weight, master, value in zip(self._weights, self.masters, saved, strict=True):
             master.copy_(value)
             weight.copy_(master)

@@ -178,23 +178,6 @@ def scaled(**options: float) -> Twist:
     return lambda w: w.scaler and put(scaler={**w.scaler, **options})(w)
 
 
-class OnlyItsProtocol:
-    """A scaler with the methods that train_step may call, and no more."""
-
-    def __init__(self, scaler: Any) -> None:
-        for name in ("scale", "unscale_", "step", "update", "get_scale", "state_dict"):
-            setattr(self, name, getattr(scaler, name))
-
-
-def another_scaler(w: World) -> None:
-    """The scaler is not torch's."""
-
-    def twist(w: World) -> None:
-        w.grad_scaler = OnlyItsProtocol(w.grad_scaler)
-
-    w.after.append(twist)
-
-
 def tied(w: World) -> None:
     """Two layers share one weight."""
     assert isinstance(w.model, nn.Sequential)

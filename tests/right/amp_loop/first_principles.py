@@ -152,8 +152,14 @@ def train_step(
         hook = optimizer.register_step_post_hook(
             lambda opt, args, kwargs: moved.append(not getattr(opt, "found_inf", False))
         )
+        counts = scaler.state_dict()
         try:
             scaler.step(optimizer)
+        except BaseException:
+            # The step is over for the scaler too, and counts for nothing.
+            scaler.update()
+            scaler.load_state_dict(counts)
+            raise
         finally:
             hook.remove()
         scaler.update()

@@ -135,10 +135,18 @@ def train_step(
 
     if scaler is None:
         optimizer.step()
-    else:
+        return StepResult(true_loss, norm.float(), False)
+    overflows: list[bool] = []  # one for each step; a fused optimizer steps over its own
+    with contextlib.ExitStack() as stack:
+        hook = lambda o, *_: overflows.append(bool(getattr(o, "found_inf", 0.0)))  # noqa: E731
+        stack.callback(optimizer.register_step_post_hook(hook).remove)
+        after_error = stack.enter_context(contextlib.ExitStack())
+        after_error.callback(scaler.load_state_dict, scaler.state_dict())
+        after_error.callback(scaler.update)
         scaler.step(optimizer)
-        scaler.update()
-    return StepResult(true_loss, norm.float(), scaler is not None and not finite)
+        after_error.pop_all()
+    scaler.update()
+    return StepResult(true_loss, norm.float(), overflows != [False])
 
 
 # Part 2

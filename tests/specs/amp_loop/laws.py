@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from kit.laws import draw
+from kit.laws.compare import NEAR
 from kit.laws.law import Law
-from kit.laws.trace import Probe, World
+from kit.laws.trace import MEANINGS, Planted, PlantedInterrupt, Probe, World, results
 from kit.laws.twists import bad_batches, option, put, refused
 
 
@@ -46,6 +47,8 @@ def train_step(w):
         (scaler.scale(loss) if scaler else loss).backward()
     if scaler:
         scaler.unscale_(w.optimizer)
+    for p in held:
+        p.grad = None if p.grad is None else p.grad.to_dense()
     gradients = [p.grad for p in held if p.grad is not None]
     # In float64 no square of a float32 overflows.
     norm = torch.stack([g.double().norm() for g in gradients]).norm().float()
@@ -55,11 +58,21 @@ def train_step(w):
             g.mul_(max_norm / norm)
     if not scaler:
         w.optimizer.step()
-        return Step(loss.detach().float(), norm, False)
-    before = scaler.get_scale()
-    scaler.step(w.optimizer)
+        return Step(loss.detach().float().clone(), norm, False)
+    state, taken = scaler.state_dict(), []
+    # A fused optimizer is called after an overflow too, and skips by itself.
+    note = lambda optimizer, *_: taken.append(not getattr(optimizer, "found_inf", False))  # noqa: E731
+    hook = w.optimizer.register_step_post_hook(note)
+    try:
+        scaler.step(w.optimizer)
+    except BaseException:
+        scaler.update()
+        scaler.load_state_dict(state)
+        raise
+    finally:
+        hook.remove()
     scaler.update()
-    return Step(loss.detach().float(), norm, scaler.get_scale() < before)
+    return Step(loss.detach().float().clone(), norm, True not in taken)
 
 
 def train(w):
@@ -77,12 +90,27 @@ def taken_from(w):
     """The batches, one at a time, noting when one is asked for."""
     for batch in w.batches:
         w.losses.append("a batch")
+        w.visits("batch")
         yield batch
 
 
 def call_train_step(answer, w):
     parts = w.model, w.batch, w.loss_fn, w.optimizer, w.grad_scaler
-    return answer.train_step(*parts, dtype=w.dtype, **w.options)
+    return retried(lambda: answer.train_step(*parts, dtype=w.dtype, **w.options), w)
+
+
+def retried(step, w):
+    """A step; after an error that was planted the world is noted, and the step is tried again."""
+    try:
+        return step()
+    except (Planted, PlantedInterrupt):
+        w.notes |= {f"{name} after the error": value for name, value in w.now().items()}
+        try:
+            again = results(step())
+            w.notes |= {f"{name} of the next call": value for name, value in again.items()}
+        except RuntimeError as error:
+            w.notes["result of the next call"] = str(error)
+        raise
 
 
 def call_train(answer, w):
@@ -95,7 +123,7 @@ def call_train(answer, w):
 FREE = (
     ("kept gradients", lambda want, w: want["outcome"] != "ValueError"),
     ("loss calls", lambda want, w: want["outcome"] != "returns"),
-    ("passes|buffers|random|scaler", lambda want, w: "Planted" in want["outcome"]),
+    ("passes|buffers|random", lambda want, w: "Planted" in want["outcome"]),
     ("grad_norm", lambda want, w: "norm beyond float32" in w.tags),
     (
         "gradients at|weights|optimizer state",
@@ -106,6 +134,7 @@ CLAUSES = {
     "outcome|message|kept gradients": "Raises",
     "number of results": "batches",
     "output for the caller": 4,
+    ".* the error|.* the next call": 5,
     "passes|loss calls": "autocast",
     "skipped|scaler": "skipped",
     "loss": "loss",
@@ -115,10 +144,37 @@ CLAUSES = {
     "rate|schedule|optimizer groups": "scheduler",
     "buffers|random state": "untouched",
 }
-STEP = Law("amp_loop", "train_step", call_train_step, train_step, one_step, FREE, CLAUSES)
+AGAIN = {"result of the next call": "an error leaves the scaler between unscale_ and update"}
+STEP = Law(
+    "amp_loop",
+    "train_step",
+    call_train_step,
+    lambda w: retried(lambda: train_step(w), w),
+    one_step,
+    FREE,
+    CLAUSES,
+    AGAIN | MEANINGS,
+    # Autocast's cache casts a tied weight once, and its two gradients are added up in 16 bits.
+    lambda w: 2.0**-7 if "tied" in w.tags and w.dtype != torch.float32 else NEAR,
+)
 RUN = Law(
     "amp_loop", "train", call_train, train, many_steps, FREE, {"loss calls": "batches"} | CLAUSES
 )
+
+
+class PlantedStop(StopIteration):
+    """What next() raises, in a model: a loop over batches must not take it for the end."""
+
+
+def fails_once(optimizer):
+    """The next step of an optimizer fails, before it has changed anything."""
+    errors = [RuntimeError("planted")]
+
+    def planted(*_):
+        if errors:
+            raise errors.pop()
+
+    optimizer.register_step_pre_hook(planted)
 
 
 def refusals(at=0):

@@ -10,6 +10,7 @@ from torch import nn
 from kit.laws import draw, twists
 from kit.laws.bars import bar
 from kit.laws.precisions import DTYPES, HALVES, PRECISIONS, scaler_for
+from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
 from kit.laws.trace import PlantedInterrupt
 from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
@@ -35,6 +36,7 @@ class TestPart1TrainStep:
         The gradient is (2 x 2 x 1 + 2 x 5 x 2) / 2 = 12: with lr 0.25 the weight becomes 0.
         """
         yield "w = 3", by_hand
+        yield "w = 3, and the loss is overwritten afterwards", by_hand, twists.overwritten_loss
 
     @pytest.mark.exact("train_step", "autocast")
     @in_each_precision
@@ -65,7 +67,7 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_clips_what_is_longer_than_max_norm_and_nothing_else(self):
         yield "clipped", half
-        yield "max_norm that nothing reaches", option(max_norm=1e4)
+        yield "max_norm that nothing reaches", option(max_norm=10_000)
         yield "max_norm inf", option(max_norm=math.inf)
         zero = put(loss=lambda out, y: mse(out, y) * 0)
         yield "gradients of zero", option(max_norm=1.0), zero
@@ -75,6 +77,7 @@ class TestPart1TrainStep:
     def test_the_norm_is_over_all_that_the_optimizer_holds(self):
         yield "a group for each parameter", put(groups=True), half
         yield "tied weights", twists.tied, half
+        yield "sparse gradients", twists.sparse, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision
@@ -163,10 +166,12 @@ class TestPart1TrainStep:
         plain = state(reference, torch.float32)
         return state, 1.05 * plain, plain
 
-    @pytest.mark.survives("train_step", "scaler")
+    @pytest.mark.survives("train_step", "skipped")
     @STEP.spec("fp16")
-    def test_calls_no_more_of_a_scaler_than_its_protocol_has(self):
-        yield "a scaler that is not torch's", twists.another_scaler, half
+    def test_skipped_is_what_any_scaler_did(self):
+        for name, scaler in SCALERS.items():
+            yield f"a scaler {name}", scaler, trained_before, half
+            yield f"a scaler {name}, overflow", scaler, trained_before, gradient(math.inf)
 
     @pytest.mark.survives("train_step", 1)
     @in_each_precision
@@ -210,6 +215,7 @@ class TestPart1TrainStep:
     @pytest.mark.survives("train_step", 5)
     @in_each_precision
     def test_an_error_comes_through_and_no_step_is_taken(self):
+        """And the same call after it does what it would have done."""
         yield "the model fails", trained_before, fails("model")
         yield "Ctrl-C in the model", trained_before, fails("model", 1, PlantedInterrupt)
         yield "the loss fails", trained_before, foreign, fails("loss")
@@ -220,6 +226,7 @@ class TestPart1TrainStep:
     @STEP.spec()
     def test_refuses_what_does_not_fit(self):
         yield "a pair in a list is fine", twists.in_lists
+        yield "a pair with names is fine", twists.in_tuples_with_names
         yield from refusals()
 
 

@@ -17,6 +17,7 @@ from kit.laws.scripts import play
 from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
 from kit.memory.ruler import measure
+from specs.amp_loop.laws import fails_once
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 SIZES = (7, 4, 5, 0)  # of an optimizer's parameters, in two groups
@@ -36,19 +37,23 @@ class Side:
 
     def optimizer_of(self, sizes):
         params = [nn.Parameter(torch.ones(n, device=self.device)) for n in sizes]
+        params[0].requires_grad_(False)  # frozen since its backward pass
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
         return torch.optim.SGD(groups, lr=0.125, momentum=0.5)
 
     def __getattr__(self, name):  # unscale_, step, update
         return getattr(self.scaler, name)
 
-    def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None):
+    fail = staticmethod(fails_once)
+
+    def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None, sparse=None):
         """True gradients of `value`, scaled; `bad` at one of 16 places, none for one parameter."""
         flat = torch.full((sum(SIZES),), value * self.get_scale(), device=self.device)
         if bad is not None:
             flat[at] = bad
         for number, (p, part) in enumerate(zip(held(optimizer), flat.split(SIZES), strict=True)):
             p.grad = None if number == missing else part.clone()
+            p.grad = p.grad.to_sparse() if number == sparse else p.grad
 
     def scaled(self, dtype):
         """A loss of 1, scaled, and whether it has a graph."""
@@ -67,7 +72,7 @@ class Side:
 
     def seen(self):
         params = [*held(self.a), *held(self.b)]
-        grads = [p.new_ones(1) if p.grad is None else p.grad for p in params]
+        grads = [p.new_ones(1) if p.grad is None else p.grad.to_dense() for p in params]
         return {
             "state": self.state_dict(),
             "weights": torch.cat(params).detach(),
@@ -133,6 +138,8 @@ class TestPart2LossScaler:
         """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
         for bad, at in product((inf, -inf, nan), range(sum(SIZES))):
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
+        for bad in (None, inf, nan):
+            yield f"{bad}, sparse", f"backward(a, {bad}, at=2, sparse=0); step(a); update()"
 
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
@@ -160,6 +167,9 @@ class TestPart2LossScaler:
         for bad, first, second in product((None, inf), ways, ways):
             script = f"{rounds(bad, calls=first)}; {rounds(None, calls=second)}; {rounds(None)}"
             yield f"{bad}: {first}, {second}", script
+        for done, again in product(("", "unscale_(a); "), ("", "step(a); ")):
+            script = f"backward(a); {done}fail(a); step(a); {again}update(); {rounds(None)}"
+            yield f"the optimizer fails: {done}{again}", script
 
     @pytest.mark.exact("LossScaler", "state")
     @agrees("a number is missing in the state, is a tensor, or changes after the save")

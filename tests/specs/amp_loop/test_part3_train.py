@@ -1,6 +1,8 @@
 """Many steps: batches, schedule, real text, and a stop at any step that leaves no trace."""
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +14,12 @@ from kit.laws.bars import bar
 from kit.laws.checks import check, check_close, check_equal, check_raises
 from kit.laws.failures import FAILURES, failing
 from kit.laws.precisions import PRECISIONS, scaler_for
+from kit.laws.scalers import STATIC
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import PlantedInterrupt, World
 from kit.laws.twists import fails, gradient, in_precision, insert, inside_autocast, option, put
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import RUN, refusals, train
+from specs.amp_loop.laws import RUN, PlantedStop, refusals, train
 
 # A file's name may have any suffix, or none: one for each step after which a run stops.
 NAMES = ["run.pt", "run.tmp", "run", "run.pt.partial", "run.pt.tmp", ".run"]
@@ -28,10 +31,12 @@ def run(precision, device):
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Tanh(), nn.Linear(9, 2)
     batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
     world = World(nn.Sequential(*layers), batches, adam={"lr": 0.02})
-    in_precision(precision)(world)
+    in_precision(precision[:4])(world)
     if precision == "fp16":
         world.scaler = {"init_scale": 256.0, "growth_interval": 2}
         batches[1][1][0, 0] = math.inf
+    elif precision == "fp16_unscaled":
+        world.scaler = {"enabled": False}
     world.ready(device)
     world.scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, step_size=2, gamma=0.5)
     return world
@@ -64,8 +69,9 @@ class TestPart3Train:
     @pytest.mark.exact("train", "scheduler")
     @RUN.spec(*PRECISIONS)
     def test_the_schedule_follows_the_steps_that_were_taken(self):
-        for number in (1, 2, 4, 7):
+        for number in (1, 4, 7):
             yield f"an overflow at batch {number}", gradient(math.inf, number)
+        yield "an overflow at batch 2, a scale that stays", STATIC, gradient(math.inf, 2)
 
     @pytest.mark.exact("train_step", "dtype")
     def test_learns_real_text_as_well_as_float32(self, answer, device):
@@ -93,9 +99,12 @@ class TestPart3Train:
             check_close(last_losses(dtype), full, f"{dtype}'s loss", rtol=0.002, cause=cause)
 
     @pytest.mark.exact("load_checkpoint", "resume")
-    @pytest.mark.parametrize("precision", PRECISIONS)
+    @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_unscaled"])
     def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
-        """Stopped after 0 to 5 of 6 steps; dropout, batch norm, schedule and scale in between."""
+        """Stopped after 0 to 5 of 6 steps; dropout, batch norm, schedule and scale in between.
+
+        A scaler that is switched off has a state too: an empty one.
+        """
         whole = go_on(run(precision, device), 0)
         cause = "it is not saved, or not loaded, or what came after the save has leaked into it"
         for stop, name in enumerate(NAMES):
@@ -140,6 +149,8 @@ class TestPart3Train:
     def test_an_error_ends_the_run(self):
         yield "the model fails at the third batch", fails("model", 3)
         yield "Ctrl-C at the third batch", fails("model", 3, PlantedInterrupt)
+        yield "StopIteration at the third batch", fails("model", 3, PlantedStop)
+        yield "the third batch cannot be read", fails("batch", 3)
 
     @pytest.mark.survives("save_checkpoint", "saved")
     def test_a_save_changes_nothing(self, answer, device, tmp_path):
@@ -167,6 +178,37 @@ class TestPart3Train:
                 answer.save_checkpoint(path, *parts(world))
             files = {file.name: file.read_bytes() == whole for file in tmp_path.iterdir()}
             check_equal(files, want, f"whole files after a save ({failure})", cause=cause)
+
+    @pytest.mark.survives("save_checkpoint", "atomic")
+    def test_a_save_changes_no_other_file(self, answer, device, tmp_path, monkeypatch):
+        """What is not complete yet has a name, and somebody may have a file of that name."""
+        world, path, partial = run("fp32", device), tmp_path / "run.pt", []
+
+        def noted(old, new, replace=os.replace):
+            partial.append(Path(old))
+            replace(old, new)
+
+        for name in ("replace", "rename"):
+            monkeypatch.setattr(os, name, noted)
+        answer.save_checkpoint(path, *parts(world))
+        others = [file for file in partial if file.parent.exists()]
+        for file in others:
+            file.write_bytes(b"mine")
+        answer.save_checkpoint(path, *parts(world))
+        kept = [file.exists() and file.read_bytes() for file in others]
+        cause = "a file is lost that has the name of the partial one: take a name that nobody has"
+        check_equal(kept, [b"mine"] * len(others), "another file after a save", cause=cause)
+
+    @pytest.mark.survives("load_checkpoint", "Raises")
+    @pytest.mark.parametrize("layers", [4, 6])
+    def test_refuses_to_load_into_another_model(self, answer, device, tmp_path, layers):
+        """What is not loaded would stay random, and training would go on without a word."""
+        saved, world = run("fp32", device), run("fp32", device)
+        answer.save_checkpoint(path := tmp_path / "run.pt", *parts(saved))
+        world.model = nn.Sequential(*[*world.model, nn.Linear(2, 2)][:layers])
+        load = lambda: answer.load_checkpoint(path, *parts(world))  # noqa: E731
+        errors = RuntimeError, ValueError
+        check_raises(load, errors, when=f"for {layers} layers, not 5", cause="strict=False")
 
     @pytest.mark.survives("load_checkpoint", "Raises")
     @pytest.mark.parametrize("part", ["scaler", "scheduler"])
