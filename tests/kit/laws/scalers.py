@@ -44,7 +44,7 @@ def _scaler(make: Callable[[World], Any]) -> Twist:
 def _shared(w: World) -> Any:
     """The scaler has unscaled the gradients of another optimizer, and one was infinite."""
     other = nn.Parameter(torch.ones(2, device=w.device))
-    w.grad_scaler.scale(other).backward(torch.full_like(other, math.inf))
+    other.grad = torch.full_like(w.grad_scaler.scale(other), math.inf)
     w.grad_scaler.unscale_(torch.optim.SGD([other], lr=0.1))
     return w.grad_scaler
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kit.laws import draw
 from kit.laws.precisions import PRECISIONS, SCALE
 from kit.laws.toys import mse
-from kit.laws.trace import Planted, PlantedInterrupt, World
+from kit.laws.trace import Planted, World
 
 Twist = Callable[[World], object]
 
@@ -128,6 +129,14 @@ def infinite_target(w: World) -> None:
     w.tags = {*w.tags, "not finite"}
 
 
+def token_ids(w: World) -> None:
+    """Inputs and targets are integers."""
+    assert isinstance(w.model, nn.Sequential)
+    w.model.insert(0, nn.Embedding(11, 7))
+    ids = [[draw.randint(high, (len(x),)) for high in (11, 5)] for x, _ in w.batches]
+    w.batches, w.loss = [(x, y) for x, y in ids], F.cross_entropy
+
+
 def in_lists(w: World) -> None:
     """Batches as a DataLoader makes them."""
     w.batches = [[*batch] for batch in w.batches]
@@ -237,7 +246,7 @@ def gradient(value: float, at: int = 1) -> Twist:
 def fails(
     place: str,
     at: int = 1,
-    error: type[Planted] | type[PlantedInterrupt] = Planted,
+    error: type[BaseException] = Planted,
 ) -> Twist:
     """The model, the loss or the optimizer's step raises at its visit number `at`."""
 

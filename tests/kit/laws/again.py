@@ -1,0 +1,38 @@
+"""After an error the same call again: it must do what it would have done without the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from kit.laws.trace import Planted, PlantedInterrupt, World, results
+
+# What it means if the call after the error is refused, for the meanings of a law.
+AGAIN = {"result of the next call": "an error leaves the scaler between unscale_ and update"}
+
+
+def retried(step: Callable[[], Any], w: World) -> Any:
+    """A step; after a planted error the world is noted, and the step is tried once more."""
+    try:
+        return step()
+    except (Planted, PlantedInterrupt):
+        w.notes |= {f"{name} after the error": value for name, value in w.now().items()}
+        try:
+            again = results(step())
+            w.notes |= {f"{name} of the next call": value for name, value in again.items()}
+        except RuntimeError as error:
+            w.notes["result of the next call"] = str(error)
+        raise
+
+
+def fails_once(optimizer: Optimizer) -> None:
+    """The next step of an optimizer fails, before it has changed anything."""
+    errors = [RuntimeError("planted")]
+
+    def planted(*_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    optimizer.register_step_pre_hook(planted)
