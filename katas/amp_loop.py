@@ -246,8 +246,7 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state with masters of another number or
-        shape.
+        loss_scale that is not positive and finite; a state with another number of masters.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
@@ -279,4 +278,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 7cacec1853cc
+# untouched stub eb1059dc6a10

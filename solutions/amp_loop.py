@@ -433,8 +433,7 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state with masters of another number or
-        shape.
+        loss_scale that is not positive and finite; a state with another number of masters.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
@@ -490,9 +489,8 @@ class MasterWeights:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict`, and round the masters into the model."""
         saved = state_dict["masters"]
-        old, new = ([tuple(m.shape) for m in masters] for masters in (saved, self.masters))
-        if old != new:
-            raise ValueError(f"{len(old)} masters, {old}, were saved for {len(new)}, {new}")
+        if len(saved) != len(self.masters):
+            raise ValueError(f"{len(saved)} masters were saved, and there are {len(self.masters)}")
         for weight, master, value in zip(self._weights, self.masters, saved, strict=True):
             master.copy_(value)
             weight.copy_(master)

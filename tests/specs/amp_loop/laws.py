@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from kit.laws import draw
+from kit.laws.again import AGAIN, retried
 from kit.laws.compare import NEAR
 from kit.laws.law import Law
-from kit.laws.trace import MEANINGS, Planted, PlantedInterrupt, Probe, World, results
+from kit.laws.trace import MEANINGS, Probe, World
 from kit.laws.twists import bad_batches, option, put, refused
 
 
@@ -47,11 +48,9 @@ def train_step(w):
         (scaler.scale(loss) if scaler else loss).backward()
     if scaler:
         scaler.unscale_(w.optimizer)
-    for p in held:
-        p.grad = None if p.grad is None else p.grad.to_dense()
     gradients = [p.grad for p in held if p.grad is not None]
     # In float64 no square of a float32 overflows.
-    norm = torch.stack([g.double().norm() for g in gradients]).norm().float()
+    norm = torch.stack([g.to_dense().double().norm() for g in gradients]).norm().float()
     max_norm = w.options.get("max_norm")
     if max_norm is not None and norm > max_norm:
         for g in gradients:
@@ -99,20 +98,6 @@ def call_train_step(answer, w):
     return retried(lambda: answer.train_step(*parts, dtype=w.dtype, **w.options), w)
 
 
-def retried(step, w):
-    """A step; after an error that was planted the world is noted, and the step is tried again."""
-    try:
-        return step()
-    except (Planted, PlantedInterrupt):
-        w.notes |= {f"{name} after the error": value for name, value in w.now().items()}
-        try:
-            again = results(step())
-            w.notes |= {f"{name} of the next call": value for name, value in again.items()}
-        except RuntimeError as error:
-            w.notes["result of the next call"] = str(error)
-        raise
-
-
 def call_train(answer, w):
     parts = w.model, taken_from(w), w.loss_fn, w.optimizer, w.grad_scaler, w.scheduler
     return answer.train(*parts, dtype=w.dtype, **w.options)
@@ -144,7 +129,6 @@ CLAUSES = {
     "rate|schedule|optimizer groups": "scheduler",
     "buffers|random state": "untouched",
 }
-AGAIN = {"result of the next call": "an error leaves the scaler between unscale_ and update"}
 STEP = Law(
     "amp_loop",
     "train_step",
@@ -160,21 +144,6 @@ STEP = Law(
 RUN = Law(
     "amp_loop", "train", call_train, train, many_steps, FREE, {"loss calls": "batches"} | CLAUSES
 )
-
-
-class PlantedStop(StopIteration):
-    """What next() raises, in a model: a loop over batches must not take it for the end."""
-
-
-def fails_once(optimizer):
-    """The next step of an optimizer fails, before it has changed anything."""
-    errors = [RuntimeError("planted")]
-
-    def planted(*_):
-        if errors:
-            raise errors.pop()
-
-    optimizer.register_step_pre_hook(planted)
 
 
 def refusals(at=0):

@@ -44,6 +44,7 @@ class TestPart1TrainStep:
         yield ("a plain step",)
         yield "a loss that ends in a matrix product", twists.loss_with_a_matrix_product
         yield "inputs of 2**20", twists.large_inputs
+        yield "token ids", twists.token_ids
 
     @pytest.mark.exact("train_step", "loss")
     @STEP.spec("fp16")
@@ -206,8 +207,7 @@ class TestPart1TrainStep:
     @pytest.mark.survives("train_step", "untouched")
     @in_each_precision
     def test_the_mode_is_the_callers(self):
-        yield "dropout in train mode", insert(lambda: nn.Dropout(0.5))
-        yield "dropout in eval mode", insert(lambda: nn.Dropout(0.5), train=False)
+        yield "dropout", insert(lambda: nn.Dropout(0.5))
         yield "one layer in eval mode", insert(lambda: nn.Dropout(0.5), layer_train=False)
         yield "batch norm", insert(lambda: nn.BatchNorm1d(13))
         yield "batch norm in eval mode", insert(lambda: nn.BatchNorm1d(13), train=False)
