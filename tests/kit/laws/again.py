@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from kit.laws.trace import Planted, PlantedInterrupt, World, results
 
 # What it means if the call after the error is refused, for the meanings of a law.
-AGAIN = {"result of the next call": "an error leaves the scaler between unscale_ and update"}
+AGAIN = {"error of the next call": "an error leaves the scaler between unscale_ and update"}
 
 
 def retried(step: Callable[[], Any], w: World) -> Any:
@@ -23,7 +23,7 @@ def retried(step: Callable[[], Any], w: World) -> Any:
             again = results(step())
             w.notes |= {f"{name} of the next call": value for name, value in again.items()}
         except RuntimeError as error:
-            w.notes["result of the next call"] = str(error)
+            w.notes["error of the next call"] = str(error)
         raise
 
 

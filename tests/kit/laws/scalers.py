@@ -49,10 +49,9 @@ def _shared(w: World) -> Any:
     return w.grad_scaler
 
 
-STATIC = _scaler(lambda w: Static(w.device.type, **(w.scaler or {})))
 SCALERS: dict[str, Twist] = {
     "not torch's": _scaler(lambda w: OnlyItsProtocol(w.grad_scaler)),
-    "with a scale that stays": STATIC,
+    "with a scale that stays": _scaler(lambda w: Static(w.device.type, **(w.scaler or {}))),
     "switched off": _scaler(lambda w: GradScaler(w.device.type, enabled=False)),
     "shared with a model that overflows": _scaler(_shared),
     # It is called after an overflow too, and skips by itself.

@@ -32,7 +32,7 @@ MEANINGS = {
     "passes forward": "the model runs in another precision, mode, or more than once",
     "passes back": "backward() runs under autocast",
     "loss calls": "the loss runs in another precision, on an output in 16 bits, or out of turn",
-    "skipped": "ask the scaler whether it skipped: no norm, loss or weight tells",
+    "skipped": "see whether the optimizer stepped: no norm, loss, weight or scale tells",
     "loss": "it is scaled still, of another dtype, or kept with its graph",
     "grad_norm": "it is scaled still, clipped, or not over all that was trained",
     "gradients at": "they are scaled still, stale, or clipped in another way",

@@ -37,7 +37,6 @@ class Side:
 
     def optimizer_of(self, sizes):
         params = [nn.Parameter(torch.ones(n, device=self.device)) for n in sizes]
-        params[0].requires_grad_(False)  # frozen since its backward pass
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
         return torch.optim.SGD(groups, lr=0.125, momentum=0.5)
 
@@ -45,6 +44,9 @@ class Side:
         return getattr(self.scaler, name)
 
     fail = staticmethod(fails_once)
+
+    def freeze(self, optimizer):
+        held(optimizer)[0].requires_grad_(False)
 
     def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None, sparse=None):
         """True gradients of `value`, scaled; `bad` at one of 16 places, none for one parameter."""
@@ -124,6 +126,7 @@ class TestPart2LossScaler:
     def test_a_step_by_hand(self):
         """Gradients of 0.75 are 6 when scaled by 8; with lr 0.125 weights of 1 become 0.90625."""
         yield "one step", "backward(a); unscale_(a); step(a); update()"
+        yield "frozen meanwhile", "backward(a); freeze(a); unscale_(a); step(a); update()"
 
     @pytest.mark.exact("LossScaler", "scale")
     @agrees("a Python number does not widen a 16-bit tensor, or the loss is detached")

@@ -114,7 +114,7 @@ class Side:
             "masters": [master.detach() for master in self.masters],
             "requires_grad": [(m.is_leaf, m.requires_grad) for m in self.masters],
             "masters in the optimizer": [*map(id, held)] == [*map(id, self.masters)],
-            "kept float32 gradients": [m.grad is not None and not plain for m in self.masters],
+            "float32 gradients kept": [m.grad is not None and not plain for m in self.masters],
             "optimizer": self.optimizer.state_dict(),
             "what was loaded": self.saved,
         }
