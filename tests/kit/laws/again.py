@@ -9,9 +9,6 @@ from torch.optim import Optimizer
 
 from kit.laws.trace import Planted, PlantedInterrupt, World, results
 
-# What it means if the call after the error is refused, for the meanings of a law.
-AGAIN = {"error of the next call": "an error leaves the scaler between unscale_ and update"}
-
 
 def retried(step: Callable[[], Any], w: World) -> Any:
     """A step; after a planted error the world is noted, and the step is tried once more."""

@@ -26,6 +26,7 @@ Trace = dict[str, Any]  # the name of an observable, to what was seen of it
 MEANINGS = {
     "outcome": "this input is not checked, or an error is kept back",
     "message": "the message does not say which value was wrong",
+    "error of the next call": "an error leaves the scaler between unscale_ and update",
     "kept gradients": "the check comes too late: gradients are changed already",
     "number of results": "one for each batch",
     "output for the caller": "the cache of an autocast around holds weights from before the step",
