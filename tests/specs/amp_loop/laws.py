@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.again import AGAIN, retried
+from kit.laws.again import retried
 from kit.laws.compare import NEAR
 from kit.laws.law import Law
-from kit.laws.trace import MEANINGS, Probe, World
+from kit.laws.trace import Probe, World
 from kit.laws.twists import bad_batches, option, put, refused
 
 
@@ -137,9 +137,8 @@ STEP = Law(
     one_step,
     FREE,
     CLAUSES,
-    AGAIN | MEANINGS,
     # Autocast's cache casts a tied weight once, and its two gradients are added up in 16 bits.
-    lambda w: 2.0**-7 if "tied" in w.tags and w.dtype != torch.float32 else NEAR,
+    rounding=lambda w: 2.0**-7 if "tied" in w.tags and w.dtype != torch.float32 else NEAR,
 )
 RUN = Law(
     "amp_loop", "train", call_train, train, many_steps, FREE, {"loss calls": "batches"} | CLAUSES
