@@ -114,7 +114,9 @@ class Side:
             "masters": [master.detach() for master in self.masters],
             "requires_grad": [(m.is_leaf, m.requires_grad) for m in self.masters],
             "masters in the optimizer": [*map(id, held)] == [*map(id, self.masters)],
-            "float32 gradients kept": [m.grad is not None and not plain for m in self.masters],
+            "float32 gradients kept between steps": [
+                m.grad is not None and not plain for m in self.masters
+            ],
             "optimizer": self.optimizer.state_dict(),
             "what was loaded": self.saved,
         }
@@ -136,7 +138,7 @@ class TestPart4MasterWeights:
             yield str(dtype), "; ".join(["backward(); step()"] * 40), SMALL, partial(layer, dtype)
 
     @pytest.mark.exact("MasterWeights", "step")
-    @agrees("compare with float32 training: widen, divide, look, step, round")
+    @agrees("compare with float32 training: widen, divide, look, step, round, drop gradients")
     def test_is_float32_training_rounded(self):
         """Good and bad gradients, scaled, with zero_grad or a reload between, and stale ones."""
         for bad, call in product((None, inf, -inf, nan), ("", "zero_grad(); ", "reload(); ")):
@@ -200,7 +202,7 @@ class TestPart4MasterWeights:
             yield call, f"backward(); step(); {call}; backward(3e4); step(8.0)", SGD, tangled
 
     @pytest.mark.survives("MasterWeights", 3)
-    @agrees("an earlier gradient, or zeros, step a parameter without one")
+    @agrees("an earlier gradient, or zeros, step a parameter without one, or stay after the step")
     def test_leaves_a_parameter_without_a_gradient_alone(self):
         """Momentum and moments must not move it, after an overflow, a reload or an error either."""
         for bad, call, missing in product((None, inf), ("", "reload(); "), (0, 1)):
