@@ -1,16 +1,18 @@
-"""Many steps: batches, schedule, and a stop at any step that leaves no trace."""
+"""Many steps: batches, schedule, real text, and a stop at any step that leaves no trace."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import check, check_close, check_equal, check_raises
 from kit.laws.failures import FAILURES, failing, renamed
-from kit.laws.toys import mlp, mse
+from kit.laws.precisions import scaler_for
+from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import PlantedInterrupt, PlantedStop, World
 from kit.laws.twists import fails, gradient, option, put
 from kit.memory.ruler import measure
@@ -65,6 +67,31 @@ class TestPart3Train:
     def test_the_schedule_follows_the_steps_that_were_taken(self):
         for number in (1, 2, 4, 7):
             yield f"an overflow at batch {number}", gradient(math.inf, number)
+
+    @pytest.mark.exact("train_step", "dtype")
+    def test_learns_real_text_as_well_as_float32(self, answer, device):
+        """50 steps of a byte-level transformer: the mean of the last ten losses within 0.2 %.
+
+        Measured: 0.003 % (bfloat16) and 0.001 % (float16); with bfloat16 weights 0.4 %.
+        """
+
+        def last_losses(dtype):
+            draw.seed(1)
+            model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
+            optimizer = torch.optim.Adam(model.to(device).parameters(), lr=0.003)
+            batches = text_batches(50, batch=4, length=17)
+            batches = ((x.to(device), y.to(device)) for x, y in batches)
+            loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+            # A scale that overflows at first would skip steps, and learn from fewer batches.
+            scaler = scaler_for(dtype, device, init_scale=1024.0)
+            steps = answer.train(model, batches, loss, optimizer, scaler, dtype=dtype, max_norm=1.0)
+            return sum(step.loss.item() for step in steps[-10:]) / 10
+
+        full = last_losses(torch.float32)
+        check(full < 4, expected="a loss below 4 (ln 256 = 5.5)", got=full, cause="no learning")
+        cause = "gradients underflow or are clipped while scaled, or weights are 16-bit"
+        for dtype in (torch.bfloat16, torch.float16):
+            check_close(last_losses(dtype), full, f"{dtype}'s loss", rtol=0.002, cause=cause)
 
     @pytest.mark.exact("load_checkpoint", "resume")
     @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_unscaled"])
