@@ -230,6 +230,9 @@ class _NotYet(ModuleType):
         return attrgetter(f"{self._path}.{name}"[1:])(_true_dynamo())
 
 
+_WRAPPED = "._trace_wrapped_higher_order_op"  # masks of the transformers library import it
+
+
 def _dynamo_config() -> ModuleType:
     """Of all its modules this one takes no time by itself."""
     path = Path(torch.__file__).parent / "_dynamo" / "config.py"
@@ -256,12 +259,19 @@ def put_off_dynamo() -> None:
             trace_rules=_NotYet(".trace_rules", clear_lru_cache=lambda: None),
             utils=_NotYet(".utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
             eval_frame=_NotYet(".eval_frame", OptimizedModule=type("OptimizedModule", (), {})),
+            # the transformers library, to mark what might be compiled
+            assume_constant_result=lambda function: function,
+            allow_in_graph=lambda function: function,
         )
+        to_index = lambda: _true_dynamo()._trace_wrapped_higher_order_op.TransformGetItemToIndex()  # noqa: E731
+        wrapped = _NotYet(_WRAPPED, __path__=[], TransformGetItemToIndex=to_index)
+        sys.modules[wrapped.__name__] = wrapped
 
 
 def _true_dynamo() -> ModuleType:
-    if isinstance(sys.modules.get("torch._dynamo"), _NotYet):
-        del sys.modules["torch._dynamo"]
+    for name in ("torch._dynamo", f"torch._dynamo{_WRAPPED}"):
+        if isinstance(sys.modules.get(name), _NotYet):
+            del sys.modules[name]
     dynamo = importlib.import_module("torch._dynamo")
     # It was imported before its package, which has no such name in torch 2.6 then.
     dynamo.config = sys.modules["torch._dynamo.config"]  # type: ignore[attr-defined]

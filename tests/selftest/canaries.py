@@ -364,7 +364,16 @@ for make in (torch.optim.SGD, torch.optim.Adam):
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 torch.nn.parallel.DistributedDataParallel(layer)(torch.ones(2)).sum().backward()
+
+@torch._dynamo.allow_in_graph
+@torch._dynamo.assume_constant_result
+def marked():
+    return 2
+
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 assert "torch._dynamo.convert_frame" not in sys.modules
+with TransformGetItemToIndex():
+    assert torch.vmap(lambda n: torch.arange(3)[n])(torch.arange(marked())).tolist() == [0, 1]
 doubled = torch.compile(lambda x: x * 2, backend="eager")
 assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]
 assert "torch._dynamo.convert_frame" in sys.modules
