@@ -178,6 +178,7 @@ def check_raises(
     name = " or ".join(kind.__name__ for kind in kinds)
     shown = " and ".join(repr(str(text)) for text in mentions)
     expected = f"{name}{f' whose message holds {shown}' if shown else ''}, {when}"
+    stream = torch.get_rng_state()
     try:
         call()
     except (NotImplementedError, SpecFailure):
@@ -194,6 +195,12 @@ def check_raises(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
                 cause="the message does not say which value was wrong",
+            )
+        if not torch.equal(stream, torch.get_rng_state()):
+            fail(
+                expected=f"{expected}, and torch's random stream where it was",
+                got="the stream has moved",
+                cause="numbers, or weights, are drawn before everything is looked at",
             )
         return
     fail(expected=expected, got="no error", cause=cause)
