@@ -109,8 +109,13 @@ class _Source(SourceFileLoader):
     """Compiles what stands in the file now: bytecode is known by its size and second only."""
 
     def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
+        return _compiled(self.get_data(self.path), self.path)
+
+
+@cache  # a mistake is imported afresh for each answer that may be like it
+def _compiled(source: bytes, path: str) -> CodeType:
+    code: CodeType = compile(source, path, "exec", dont_inherit=True)
+    return code
 
 
 def _import(path: Path, name: str) -> ModuleType:

@@ -41,6 +41,21 @@ Worlds = Callable[[], Iterator[tuple[Any, ...]]]
 Given = dict[str, tuple[object, object]]
 Computed = Callable[[Any, Any], str | None]
 
+_known: dict[tuple[str, torch.device, str], Any] = {}
+
+
+def once(scenario: str, make: Callable[[], Any]) -> Any:
+    """What `make` gives in a scenario of this spec; it is called for the first answer alone.
+
+    For what should be, which is the same for each answer and suspect. Such scenarios set the random
+    streams themselves.
+    """
+    spec = os.environ["PYTEST_CURRENT_TEST"].partition("[")[0]
+    key = (spec, torch.get_default_device(), scenario)
+    if key not in _known:
+        _known[key] = make()
+    return _known[key]
+
 
 def scenarios(
     what: str, computed: Computed = lambda got, want: None
