@@ -78,9 +78,10 @@ class LargeModel(nn.Module):
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input or mask changed in place before the backward pass: an error, no wrong gradient.
+        5. An input, mask or mode changed before the backward pass: an error, no wrong gradient.
         6. A deep copy is a model of its own, also after a training step.
-        7. use_checkpoint and segment_size may be changed later, as attributes.
+        7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
+           pass refuses a size out of range at the latest.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ def recompute(
 
     Details:
         1. Normalization of every kind counts a batch once.
-        2. Buffers may be replaced instead of written to, be None, or share their storage.
+        2. Buffers may be new, None, replaced instead of written to, overlap, or have gradients.
         3. Several calls may precede one backward pass, and two backward passes may follow one call.
         4. Tensors by keyword or in containers get gradients; changed in place, they make the
            backward pass raise.
@@ -142,6 +143,8 @@ def recompute(
         7. Under autocast the second run computes in the same dtype.
         8. Without gradients there is no second run.
         9. On cuda the device's stream counts, even if tensors come by keyword only.
+        10. Modules in `state` are in the mode of the first run, whatever theirs is by then.
+        11. A result that is dropped without a backward pass leaves nothing.
     """
     raise NotImplementedError
 
@@ -192,12 +195,16 @@ def checkpoint_blocks(
         3. Blocks take and return anything; any argument may come by keyword, of any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may be checkpointed in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held; only other operations run
-           again.
+        6. Results of the overloads in `keep`, such as DEAR, are held, unless they draw random
+           numbers; only other operations run again.
         7. That holds under autocast too, and bits are as without.
-        8. With `keep`, calls of a block share nothing.
+        8. With `keep`, calls of a block share nothing, and one without a backward pass leaves
+           nothing.
+        9. A held result changed in place, or a cast that autocast has made before: an error, no
+           wrong gradient.
+        10. Generators among a block's attributes and arguments count too.
     """
     raise NotImplementedError
 
 
-# untouched stub e0bbe5bd507f
+# untouched stub dd03c04a7674

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 # Operations whose results are dear to recompute: matrix products, and attention on every device.
@@ -92,9 +92,10 @@ class LargeModel(nn.Module):
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input or mask changed in place before the backward pass: an error, no wrong gradient.
+        5. An input, mask or mode changed before the backward pass: an error, no wrong gradient.
         6. A deep copy is a model of its own, also after a training step.
-        7. use_checkpoint and segment_size may be changed later, as attributes.
+        7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
+           pass refuses a size out of range at the latest.
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class LargeModel(nn.Module):
         segment_size: int = 1,
     ) -> None:
         super().__init__()
-        if not 1 <= segment_size <= num_layers:
-            raise ValueError(f"no segments of {segment_size} blocks in {num_layers} layers")
+        _check_size(segment_size, num_layers)
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be a probability, not {dropout}")
         self.layers = nn.ModuleList(
             MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
         )
@@ -127,6 +129,7 @@ class LargeModel(nn.Module):
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"mask of shape {tuple(x.shape[:2])}, not {tuple(mask.shape)}")
         blocks = list(self.layers)
+        _check_size(self.segment_size, len(blocks))
         # In evaluation there is no memory to save, and recomputing costs. Under no_grad() the
         # checkpoint itself steps aside.
         if not (self.use_checkpoint and self.training):
@@ -138,6 +141,11 @@ class LargeModel(nn.Module):
             # Checkpoints within a checkpoint: the recomputation keeps inputs, and not insides.
             x = checkpoint(_run_checkpointed, segment, x, mask, use_reentrant=False)
         return x
+
+
+def _check_size(segment_size: int, num_layers: int) -> None:
+    if not 1 <= segment_size <= num_layers:
+        raise ValueError(f"no segments of {segment_size} blocks in {num_layers} layers")
 
 
 def _run(blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
@@ -184,7 +192,7 @@ def recompute(
 
     Details:
         1. Normalization of every kind counts a batch once.
-        2. Buffers may be replaced instead of written to, be None, or share their storage.
+        2. Buffers may be new, None, replaced instead of written to, overlap, or have gradients.
         3. Several calls may precede one backward pass, and two backward passes may follow one call.
         4. Tensors by keyword or in containers get gradients; changed in place, they make the
            backward pass raise.
@@ -193,6 +201,8 @@ def recompute(
         7. Under autocast the second run computes in the same dtype.
         8. Without gradients there is no second run.
         9. On cuda the device's stream counts, even if tensors come by keyword only.
+        10. Modules in `state` are in the mode of the first run, whatever theirs is by then.
+        11. A result that is dropped without a backward pass leaves nothing.
     """
     state = list(state)
     for part in state:
@@ -219,12 +229,26 @@ def _recompute(
         keeping: Any = nullcontext()
         replaying: Any = nullcontext()
         if keep:
-            keeping, replaying = create_selective_checkpoint_contexts(list(keep))
+            keeping, replaying = create_selective_checkpoint_contexts(_policy(keep))
         return keeping, _Found(state, replaying)
 
     # Every tensor by position: then autograd saves it and notices a change in place, its device's
     # random state is kept, and no keyword argument is taken for one of checkpoint()'s own.
     return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(keep: Collection[Any]) -> Callable[..., bool]:
+    """Whether a result is held: what draws random numbers runs again, to draw them again."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        names = [argument.name for argument in op._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        draws = torch.Tag.nondeterministic_seeded in op.tags
+        if "dropout_p" in names:  # attention, which draws for its dropout alone
+            draws = given.get("dropout_p", 0.0) > 0.0
+        return op in keep and not draws
+
+    return policy
 
 
 class _Found:
@@ -239,13 +263,13 @@ class _Found:
         self.replaying = replaying
         tops = [part for part in state if isinstance(part, nn.Module)]
         self.modules = list(dict.fromkeys(module for top in tops for module in top.modules()))
-        # One deep copy of all, so that buffers that share a storage share one again. What a lazy
-        # norm has not made yet cannot be copied: the second run gets what is there by then.
+        self.modes = [module.training for module in self.modules]
+        # What a lazy norm has not made yet cannot be copied: the second run gets it as it is then.
+        found = [buffer for module in self.modules for buffer in module._buffers.values()]
+        lazy: dict[int, Any] = {id(b): b for b in found if isinstance(b, UninitializedBuffer)}
+        # One deep copy of all, so that buffers that share a storage share one again.
         self.buffers = copy.deepcopy(
-            [
-                {n: b for n, b in m._buffers.items() if not isinstance(b, UninitializedBuffer)}
-                for m in self.modules
-            ]
+            [{n: _bare(b) for n, b in m._buffers.items()} for m in self.modules], lazy
         )
         generators = [part for part in state if isinstance(part, Generator)]
         self.states = [(generator, generator.get_state()) for generator in generators]
@@ -253,8 +277,8 @@ class _Found:
     def __enter__(self) -> None:
         self.own = [module._buffers for module in self.modules]
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
-        found = [{**own, **old} for own, old in zip(self.own, self.buffers, strict=True)]
-        self._set(copy.deepcopy(found), self.states)
+        self._swap_modes()
+        self._set(copy.deepcopy(self.buffers), self.states)
         # Only now: a selective recomputation knows the operations of the first run, and would not
         # know the copying of buffers.
         self.replaying.__enter__()
@@ -263,6 +287,11 @@ class _Found:
         self.replaying.__exit__(*error)
         # Always: a recomputation that has all that it needs ends by an exception.
         self._set(self.own, self.now)
+        self._swap_modes()
+
+    def _swap_modes(self) -> None:
+        for number, module in enumerate(self.modules):
+            module.training, self.modes[number] = self.modes[number], module.training
 
     def _set(
         self, buffers: list[dict[str, Tensor | None]], states: list[tuple[Generator, Tensor]]
@@ -271,6 +300,13 @@ class _Found:
             module._buffers = its
         for generator, state in states:
             generator.set_state(state)
+
+
+def _bare(buffer: Tensor | None) -> Tensor | None:
+    """The buffer without its history, which no copy has; the first run's graph goes on there."""
+    if buffer is None or isinstance(buffer, UninitializedBuffer):
+        return buffer
+    return buffer.detach().requires_grad_(buffer.requires_grad)
 
 
 # Part 3
@@ -321,10 +357,14 @@ def checkpoint_blocks(
         3. Blocks take and return anything; any argument may come by keyword, of any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may be checkpointed in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held; only other operations run
-           again.
+        6. Results of the overloads in `keep`, such as DEAR, are held, unless they draw random
+           numbers; only other operations run again.
         7. That holds under autocast too, and bits are as without.
-        8. With `keep`, calls of a block share nothing.
+        8. With `keep`, calls of a block share nothing, and one without a backward pass leaves
+           nothing.
+        9. A held result changed in place, or a cast that autocast has made before: an error, no
+           wrong gradient.
+        10. Generators among a block's attributes and arguments count too.
     """
     if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
         raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
@@ -363,4 +403,8 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.block.training:
             return self.forward(*args, **kwargs)
-        return _recompute(self.forward, args, kwargs, [self.block], self.keep)
+        attributes = [v for module in self.block.modules() for v in vars(module).values()]
+        given = tree_leaves((args, kwargs, attributes))
+        state: list[nn.Module | Generator] = [self.block]
+        state += [v for v in given if isinstance(v, Generator)]
+        return _recompute(self.forward, args, kwargs, state, self.keep)

@@ -115,12 +115,13 @@ class LargeModel(nn.Module):
             raise ValueError(f"num_layers must be at least 1, not {num_layers}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, not {dropout}")
+        self.num_layers = num_layers
         self.hidden_dim = hidden_dim
+        self.use_checkpoint = use_checkpoint
+        self.segment_size = segment_size  # refused before weights are drawn
         self.layers = nn.ModuleList(
             MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
         )
-        self.use_checkpoint = use_checkpoint
-        self.segment_size = segment_size
 
     @property
     def segment_size(self) -> int:
@@ -128,8 +129,8 @@ class LargeModel(nn.Module):
 
     @segment_size.setter
     def segment_size(self, size: int) -> None:
-        if not 1 <= size <= len(self.layers):
-            raise ValueError(f"segment_size must be from 1 to {len(self.layers)}, not {size}")
+        if not 1 <= size <= self.num_layers:
+            raise ValueError(f"segment_size must be from 1 to {self.num_layers}, not {size}")
         self._segment_size = size
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -219,8 +220,9 @@ class _Buffers:
         storages: dict[int, torch.UntypedStorage] = {}
         for module in dict.fromkeys(m for top in modules for m in top.modules()):
             for name, buffer in module._buffers.items():
-                if not nn.parameter.is_lazy(buffer):
-                    self.found.append((module, name, _moved(buffer, storages)))
+                # A lazy buffer is made by the first run, and itself what the second one finds.
+                lazy = nn.parameter.is_lazy(buffer)
+                self.found.append((module, name, buffer if lazy else _moved(buffer, storages)))
 
     @contextmanager
     def as_found(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -229,8 +231,7 @@ class _Buffers:
         storages: dict[int, torch.UntypedStorage] = {}
         try:
             for module in tree:
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = _moved(buffer, storages)
+                module._buffers.clear()
             for module, name, old in self.found:
                 module._buffers[name] = _moved(old, storages)
             yield
@@ -249,7 +250,7 @@ def _moved(buffer: Tensor | None, storages: dict[int, torch.UntypedStorage]) -> 
         storages[storage._cdata] = storage.clone()
     new = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
     where = buffer.storage_offset(), buffer.size(), buffer.stride()
-    return new.set_(storages[storage._cdata], *where)
+    return new.set_(storages[storage._cdata], *where).requires_grad_(buffer.requires_grad)
 
 
 def _may_hold(op: Any) -> bool:
@@ -451,7 +452,9 @@ def _forward(
 ) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    call = _Call(forward, keep, args, kwargs, [block])
+    own = [value for module in block.modules() for value in vars(module).values()]
+    generators = {v for v in tree_leaves((args, kwargs, own)) if isinstance(v, torch.Generator)}
+    call = _Call(forward, keep, args, kwargs, [block, *generators])
     return checkpoint(call, *call.frozen.give_tensors(), use_reentrant=False)
 
 

@@ -49,10 +49,10 @@ class _Recomputation:
     ) -> None:
         tree = list({id(m): m for module in modules for m in module.modules()}.values())
         self.training = [(m, m.training) for m in tree]
-        made = [
-            (m, {n: b for n, b in m._buffers.items() if not nn.parameter.is_lazy(b)}) for m in tree
-        ]
-        memo = {id(m): m for m in tree}  # modules stay, buffers are copied
+        made = [(m, {n: _values(b) for n, b in m._buffers.items()}) for m in tree]
+        memo: dict[int, Any] = {id(m): m for m in tree}  # modules stay, buffers are copied
+        # A lazy buffer is one and the same, so that the second run finds it made.
+        memo |= {id(b): b for _, found in made for b in found.values() if nn.parameter.is_lazy(b)}
         self.buffers = copy.deepcopy(made, memo)
         self.states = [(g, g.get_state()) for g in generators]
         self.inner = nullcontext() if inner is None else inner
@@ -67,15 +67,19 @@ class _Recomputation:
                 generator.set_state(state)
             memo = {id(m): m for m, _ in self.training}
             for module, found in copy.deepcopy(self.buffers, memo):
-                now = dict(module._buffers)
-                stack.callback(_put, module, now)
-                rest = {n: b.clone() for n, b in now.items() if n not in found and b is not None}
-                _put(module, {**now, **found, **rest})
+                stack.callback(_put, module, dict(module._buffers))
+                _put(module, found)
             stack.enter_context(self.inner)
             self.stack = stack.pop_all()
 
     def __exit__(self, *exc: object) -> None:
         self.stack.__exit__(*exc)
+
+
+def _values(buffer: Tensor | None) -> Tensor | None:
+    if buffer is None or nn.parameter.is_lazy(buffer):
+        return buffer
+    return buffer.detach().requires_grad_(buffer.requires_grad)
 
 
 def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
@@ -141,12 +145,13 @@ class LargeModel(nn.Module):
         _check_at_least_1("hidden_dim", hidden_dim)
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must be a probability, not {dropout}")
+        self.num_layers = num_layers
         self.hidden_dim = hidden_dim
         self.use_checkpoint = use_checkpoint
+        self.segment_size = segment_size  # refused before weights are drawn
         self.layers = nn.ModuleList(
             MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
         )
-        self.segment_size = segment_size
 
     @property
     def segment_size(self) -> int:
@@ -154,8 +159,8 @@ class LargeModel(nn.Module):
 
     @segment_size.setter
     def segment_size(self, value: int) -> None:
-        if not 1 <= value <= len(self.layers):
-            raise ValueError(f"segment_size must be from 1 to {len(self.layers)}, not {value}")
+        if not 1 <= value <= self.num_layers:
+            raise ValueError(f"segment_size must be from 1 to {self.num_layers}, not {value}")
         self._segment_size = value
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -280,7 +285,9 @@ class _CheckpointedForward:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
 
-        return _run_twice(self.forward, args, kwargs, [self.block], (), self.keep)
+        inside = [vars(module).values() for module in self.block.modules()]
+        own = {v for values in inside for v in values if isinstance(v, torch.Generator)}
+        return _run_twice(self.forward, args, kwargs, [self.block], own, self.keep)
 
 
 def _run_twice(

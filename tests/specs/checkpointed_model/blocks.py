@@ -6,9 +6,9 @@ from torch import Generator, Tensor, nn
 
 from kit.laws import draw
 from kit.laws.checks import fail
-from kit.laws.scenarios import scenarios
+from kit.laws.scenarios import once, scenarios
 from kit.private_torch import tree_leaves, tree_map
-from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared
+from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
 
 class Noisy(nn.Module):
@@ -18,10 +18,11 @@ class Noisy(nn.Module):
         super().__init__()
         self.up, self.rate, device = nn.Linear(WIDTH, WIDTH), rate, torch.get_default_device()
         self.generators = [Generator(device).manual_seed(seed) for seed in seeds]
+        self.first = self.generators[0] if seeds else None
 
-    def forward(self, x):
+    def forward(self, x, *generators):
         y = torch.tanh(self.up(x))
-        for generator in self.generators:
+        for generator in (*self.generators, *generators):
             y = y * (torch.rand(y.shape, generator=generator, device=y.device) < 0.75)
         return x + torch.tanh(F.dropout(y, self.rate, self.training))
 
@@ -53,12 +54,26 @@ class Shared(nn.Module):
         self.up, self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Module(), nn.Module()
         self.one.register_buffer("level", torch.zeros(3))
         self.other.register_buffer("level", self.one.level)
-        self.other.register_buffer("first", self.one.level[:1])
+        self.other.register_buffer("last", self.one.level[1:])
 
     def forward(self, x):
         y = torch.tanh(self.up(x))
         self.one.level += y.detach().abs().mean()
-        return x + torch.tanh(y * (3 + self.other.level.sum() - self.other.first))
+        return x + torch.tanh(y * (3 + self.other.level[0] - self.other.last.sum() / 4))
+
+
+class Carrying(nn.Module):
+    """The first run makes a buffer, and each later one takes it with its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x))
+        y = y * (1 + self.memory) if hasattr(self, "memory") else y
+        self.register_buffer("memory", y.mean((0, 1)))
+        return x + torch.tanh(y)
 
 
 class Nest(nn.Module):
@@ -131,7 +146,7 @@ def chain(
     prepared=lambda model: None,  # happens before blocks are checkpointed
     later=lambda model: None,  # after that, and may give another model
     call=call,
-    spoil=None,  # changes x, args or kwargs of the first pass between the passes
+    spoil=None,  # changes model, x, args or kwargs of the first call between the passes
     step=None,
     **kwargs,
 ):
@@ -168,7 +183,7 @@ def chain(
         inner = dict.fromkeys(m for block in model.order for m in block.modules())
         counted = [module.up for module in inner if hasattr(module, "up")]
         own = [g for m in model.modules() for g in getattr(m, "generators", ())]
-        between = {"between": lambda: spoil(*given)} if spoil else {}
+        between = {"between": lambda: spoil(model, *given)} if spoil else {}
         return Step(model, forward, counted, leaves, own, **between, **step or {})
 
     return build
@@ -177,35 +192,46 @@ def chain(
 @scenarios("the step")
 def recomputed(answer, device, name, build, runs=2):
     """A step with recompute() shows what it shows with plain calls."""
-    steps = [build(run, lambda *_: None, device) for run in (answer.recompute, plain)]
-    seen = compared(*steps, device, runs)
-    _check_heard(*steps, name)
-    return seen
+    mine = seen(build, answer.recompute, nothing, device)
+    true = once(name, lambda: seen(build, plain, nothing, device))
+    _check_heard(mine, true, name)
+    return compared(mine, true, runs)
 
 
 @scenarios("the step")
 def checkpointed(answer, device, name, build, counts, runs=2, keep=None):
-    """A step shows what it showed before; `counts` are the numbers of blocks."""
+    """A step shows what it showed before, or an error; `counts` are the numbers of blocks."""
     found, options = [], {} if keep is None else {"keep": keep}
 
     def checkpoint(model, kind):
         found.append(answer.checkpoint_blocks(model, kind, **options))
 
-    steps = [build(plain, prepare, device) for prepare in (checkpoint, lambda *_: None)]
-    mine, true = compared(*steps, device, runs)
-    _check_heard(*steps, name)
+    mine = seen(build, plain, checkpoint, device)
+    true = once(name, lambda: seen(build, plain, nothing, device))
+    if counts == "or an error":
+        return never_wrong(mine, true)
+    _check_heard(mine, true, name)
+    mine, true = compared(mine, true, runs)
     return {"number of blocks": found, **mine}, {"number of blocks": counts, **true}
 
 
-def _check_heard(got, want, name):
+def nothing(*_):
+    """A model is left as it is."""
+
+
+def seen(build, run, prepare, device):
+    """What is seen of a step, and which arguments reached a Mixer."""
+    step = build(run, prepare, device)
+    found = see(step, device)
+    heard = set().union(*[getattr(module, "heard", ()) for module in step.model.modules()])
+    return found | {"arguments": sorted(heard)}
+
+
+def _check_heard(mine, true, name):
     """Fail if an argument did not reach a Mixer."""
     __tracebackhide__ = True
-    mine, true = (
-        sorted(set().union(*[getattr(m, "heard", ()) for m in step.model.modules()]))
-        for step in (got, want)
-    )
-    for argument in true:
-        if argument not in mine:
-            said = f"a block that is called with x, {', '.join(true)} ({name})"
-            cause = f"keyword argument `{argument}` never reached the block"
-            fail(expected=said, got=", ".join(["x", *mine]), cause=cause, sure=True)
+    for argument in true["arguments"]:
+        if argument not in mine["arguments"]:
+            said = f"a block that is called with x, {', '.join(true['arguments'])} ({name})"
+            cause, got = f"keyword argument `{argument}` never reached the block", mine["arguments"]
+            fail(expected=said, got=", ".join(["x", *got]), cause=cause, sure=True)

@@ -5,10 +5,10 @@ import functools
 import torch
 
 from kit.laws import draw
-from kit.laws.checks import check_bar
+from kit.laws.checks import check, check_bar
 from kit.laws.scenarios import scenarios
 from kit.memory.ruler import bytes_of, measure
-from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong
+from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
 
 def large(
@@ -24,7 +24,7 @@ def large(
     grad=True,  # of x
     frozen=lambda name: False,  # whether a parameter of this name is
     before=lambda model: model,  # happens before the step; gives the model that makes it
-    spoil=None,  # changes the first input and mask between the passes
+    spoil=None,  # changes the model, the first input or mask between the passes
     **step,
 ):
     """A LargeModel and a step."""
@@ -49,7 +49,7 @@ def large(
                 x = block(x, mask=mask)
             return x
 
-        between = {"between": lambda: spoil(*pairs[0])} if spoil else {}
+        between = {"between": lambda: spoil(model, *pairs[0])} if spoil else {}
         counted = [block.up for block in model.layers]
         forward = lambda: [run(x, mask) for x, mask in pairs]  # noqa: E731
         return Step(model, forward, counted, x if grad else [], **step, **between)
@@ -60,12 +60,13 @@ def large(
 @scenarios("the step")
 def as_without(answer, device, name, build, runs=2):
     """A step shows what it shows without checkpoints; `runs` is how often a block runs."""
-    return compared(build(answer, device, True), build(answer, device, False), device, runs)
+    return compared(*(see(build(answer, device, own), device) for own in (True, False)), runs)
 
 
 @scenarios("the step")
 def guarded(answer, device, name, spoiled, true):
-    return never_wrong(spoiled(answer, device, True), true(answer, device, False), device)
+    steps = spoiled(answer, device, True), true(answer, device, False)
+    return never_wrong(*(see(step, device) for step in steps))
 
 
 # Bytes
@@ -84,16 +85,29 @@ def one_input(x):
     return bytes_of(x.detach())
 
 
-def whole_step(model, x, forward):
+def whole_step(model, x, forward, retain=False):
     """Forward and backward, with gradients in place."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    return measure(lambda: forward().float().square().mean().backward(), x.device, known=[model, x])
+    backward = lambda: forward().float().square().mean().backward(retain_graph=retain)  # noqa: E731
+    return measure(backward, x.device, known=[model, x])
 
 
-def peak(model, x, forward):
+def peak(model, x, forward, **options):
     """Bytes above the baseline."""
-    return whole_step(model, x, forward).above_baseline
+    return whole_step(model, x, forward, **options).above_baseline
+
+
+def check_nothing_left(model, x, forward):
+    """Fail if something is held after a backward pass, or of a forward pass without one."""
+    __tracebackhide__ = True
+    without = measure(forward, x.device, known=[model, x]).retained
+    left = {"without": without, "after": whole_step(model, x, forward).retained}
+    for when, number in left.items():
+        got = f"{number} bytes: {number / one_input(x):.1f} inputs"
+        cause = "inputs, results or the graph are kept in a list, on an object, or in a cycle"
+        said = f"0 bytes more than before, {when} a backward pass"
+        check(number <= 0, expected=said, got=got, cause=cause)
 
 
 def held(model, x, forward):
@@ -104,6 +118,7 @@ def held(model, x, forward):
 
 # Worlds in which bytes are measured: each has its own way to go wrong.
 CASES = ("plain", "mask", "autocast", "x without gradient", "frozen biases")
+RETAINED = "a graph that is kept for a second backward pass"
 
 
 @functools.cache  # bytes do not vary: what is measured once serves every spec
@@ -121,7 +136,7 @@ def of_model(reads, module, layers, size, device, case="plain"):
         with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
             return model(x, mask=mask)
 
-    return reads(model, x, forward)
+    return reads(model, x, forward, **({"retain": True} if case == RETAINED else {}))
 
 
 @functools.cache

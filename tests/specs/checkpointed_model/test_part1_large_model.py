@@ -5,12 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from kit.laws import draw
-from kit.laws.checks import check, check_close, check_equal
+from kit.laws.checks import check_close, check_equal
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
     CASES,
+    RETAINED,
     as_without,
     check_limit,
+    check_nothing_left,
     held,
     inside,
     large,
@@ -18,7 +20,6 @@ from specs.checkpointed_model.large import (
     of_model,
     one_input,
     peak,
-    whole_step,
 )
 from specs.checkpointed_model.steps import SHAPE, WIDTH, autocast
 
@@ -129,7 +130,7 @@ class TestPart1LargeModel:
             check_equal(got, want, "keys of state_dict()", cause=cause)
 
     @pytest.mark.saves("LargeModel", "peak")
-    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.parametrize("case", [*CASES, RETAINED])
     def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, case):
         """Of n blocks: n - 1 inputs (x is the baseline's), the output, its gradient, and that of a
         block's input; besides, the block at work has its inside."""
@@ -162,10 +163,7 @@ class TestPart1LargeModel:
     @pytest.mark.parametrize("size", [1, 2], ids=["each_block", "segments_of_2"])
     def test_holds_nothing_after_the_backward_pass(self, answer, device, size):
         model, x = answer.LargeModel(5, WIDTH, segment_size=size).to(device), large_inputs(device)
-        left = whole_step(model, x, lambda: model(x)).retained
-        said, got = "0 bytes more than before", f"{left} bytes: {left / one_input(x):.1f} inputs"
-        cause = "inputs of blocks, or the graph, are kept on the model or in a list"
-        check(left <= 0, expected=said, got=got, cause=cause)
+        check_nothing_left(model, x, lambda: model(x))
 
 
 def _first_in_eval(model):

@@ -55,15 +55,21 @@ class TestPart1LargeModelDetails:
                 yield f"autograd.grad {order}, segments of {size}", _of_order(order, size), None
 
     @pytest.mark.survives("LargeModel", 5)
-    @guarded("in a closure, or by keyword, it is not guarded as saved tensors are")
-    def test_notices_what_is_changed_in_place(self):
+    @guarded("the second run reads it as it is by then: in a closure, or on the model")
+    def test_notices_what_is_changed_between_the_passes(self):
         """Autograd refuses a saved tensor that has changed; a checkpoint saves what it is given."""
+        changes = {
+            "the input": lambda model, x, mask: x.detach().zero_(),
+            "the mask": lambda model, x, mask: mask.logical_not_(),
+            "the mode": lambda model, x, mask: model.eval(),
+            "a block's mode": lambda model, x, mask: model.layers[1].eval(),
+            "segment_size": lambda model, x, mask: setattr(model, "segment_size", 2),
+            "use_checkpoint": lambda model, x, mask: setattr(model, "use_checkpoint", False),
+        }
         for size in (1, 3):
-            true = large(size=size, masks=1)
-            zero = large(size=size, masks=1, spoil=lambda x, mask: x.detach().zero_())
-            yield f"the input, segments of {size}", zero, true
-            turned = large(size=size, masks=1, spoil=lambda x, mask: mask.logical_not_())
-            yield f"the mask, segments of {size}", turned, true
+            for what, spoil in changes.items():
+                spoiled, true = (large(size=size, masks=1, spoil=s) for s in (spoil, None))
+                yield f"{what}, segments of {size}", spoiled, true
 
     @pytest.mark.survives("LargeModel", 6)
     @as_without("something made in __init__, or in a step, still holds the original's blocks")
@@ -91,6 +97,17 @@ class TestPart1LargeModelDetails:
                 given = {"num_layers": 5, "hidden_dim": WIDTH, name: value}
                 call, when = partial(answer.LargeModel, **given), f"for LargeModel with {given}"
                 check_raises(call, ValueError, mentions=[value], when=when)
+
+    @pytest.mark.survives("LargeModel", 7)
+    @pytest.mark.parametrize("size", [0, -1, 4])
+    def test_refuses_a_size_out_of_range_that_is_set_later(self, answer, size):
+        model, x = answer.LargeModel(3, WIDTH), torch.ones(SHAPE)
+
+        def call():
+            model.segment_size = size
+            model(x)
+
+        check_raises(call, ValueError, mentions=[size], when=f"for segment_size={size}, set later")
 
     @pytest.mark.survives("MemoryIntensiveBlock", "Raises")
     @pytest.mark.parametrize("width", [0, -2])

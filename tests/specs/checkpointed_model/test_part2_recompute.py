@@ -9,9 +9,10 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import SpecFailure, check_equal, check_raises
-from kit.laws.scenarios import scenarios
+from kit.laws.scenarios import once, scenarios
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
+    Carrying,
     Counting,
     Mixer,
     Nest,
@@ -19,10 +20,18 @@ from specs.checkpointed_model.blocks import (
     Normed,
     Shared,
     chain,
+    nothing,
     plain,
     recomputed,
+    seen,
 )
-from specs.checkpointed_model.large import check_limit, held, large_inputs, one_input
+from specs.checkpointed_model.large import (
+    check_limit,
+    check_nothing_left,
+    held,
+    large_inputs,
+    one_input,
+)
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, never_wrong, twice
 
 FLOAT, COMPLEX, INT = torch.float32, torch.complex64, torch.int64
@@ -33,9 +42,8 @@ def guarded(answer, device, name, spoil, args=(), kwargs=None):
     """A tensor is set to zero between the passes."""
     zero = lambda *given: spoil(*given).detach().zero_()  # noqa: E731
     spoiled, true = (chain(mixers, *args, **kwargs or {}, spoil=s) for s in (zero, None))
-    nothing = lambda *_: None  # noqa: E731
-    got, want = spoiled(answer.recompute, nothing, device), true(plain, nothing, device)
-    return never_wrong(got, want, device)
+    mine = seen(spoiled, answer.recompute, nothing, device)
+    return never_wrong(mine, once(name, lambda: seen(true, plain, nothing, device)))
 
 
 def frozen(norm):
@@ -119,6 +127,11 @@ class TestPart2Recompute:
         yield "three in a row", chain(lambda: [Counting() for _ in range(3)])
         norm = partial(_normed, NORMS["BatchNorm1d"][1])
         yield "batch norm", chain(norm, shape=(4, WIDTH, 3))
+        once = lambda run, block, x: run(block, x, state=(b for b in [block]))  # noqa: E731
+        yield "state that can be read once", chain(counting, call=once)
+        yield "replaced before the backward pass", chain(counting, spoil=_others)
+        norm = partial(_normed, NORMS["in eval mode"][1])
+        yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
 
     @pytest.mark.saves("recompute", "held")
     @pytest.mark.parametrize("how", ["by_position", "by_keyword", "in_a_list"])
@@ -163,6 +176,8 @@ class TestPart2Recompute:
         for passes in (1, 2):
             yield f"shared, {passes} passes", chain(lambda: [Shared()], passes=passes)
             yield f"replaced, or None at first, {passes} passes", chain(counting, passes=passes)
+            carrying = chain(lambda: [Carrying(), Carrying()], passes=passes)
+            yield f"made in the first run, with gradients, {passes} passes", carrying
 
     @pytest.mark.survives("recompute", 3)
     @recomputed("calls share what they found, or it serves one second run only")
@@ -181,12 +196,12 @@ class TestPart2Recompute:
     @pytest.mark.survives("recompute", 4)
     @guarded("such a tensor is kept without being saved, so that nobody notices a change")
     def test_tensors_anywhere_are_guarded(self):
-        yield "x", lambda x, args, kwargs: x
-        yield "by position", lambda x, args, kwargs: args[0], (FLOAT,)
-        yield "integers", lambda x, args, kwargs: args[0], (INT,)
-        yield "in a tuple", lambda x, args, kwargs: args[0][1], ((None, FLOAT),)
-        yield "by keyword", lambda x, args, kwargs: kwargs["b"], (), {"b": FLOAT}
-        yield "in a dict", lambda x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}
+        yield "x", lambda _, x, args, kwargs: x
+        yield "by position", lambda _, x, args, kwargs: args[0], (FLOAT,)
+        yield "integers", lambda _, x, args, kwargs: args[0], (INT,)
+        yield "in a tuple", lambda _, x, args, kwargs: args[0][1], ((None, FLOAT),)
+        yield "by keyword", lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}
+        yield "in a dict", lambda _, x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}
 
     @pytest.mark.survives("recompute", 5)
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -252,6 +267,24 @@ class TestPart2Recompute:
         named = lambda run, block, x: run(lambda *, y: block(y), y=x, state=[block])  # noqa: E731
         yield "by keyword", chain(lambda: [Noisy()], call=named)
 
+    @pytest.mark.survives("recompute", 10)
+    @recomputed("the second run goes by the modes that it finds, or leaves others behind")
+    def test_runs_again_in_the_same_modes(self):
+        to_eval, to_training = (lambda model, *_, m=m: model.train(m) for m in (False, True))
+        yield "in eval mode by then", chain(noisy, spoil=to_eval)
+        yield "in training mode by then", chain(lambda: [Noisy(7).eval()], spoil=to_training)
+        norm, shape = partial(_normed, NORMS["BatchNorm1d"][1]), (4, WIDTH, 3)
+        inner = lambda model, *_: model.order[0].norm.eval()  # noqa: E731
+        yield "a norm in eval mode by then", chain(norm, shape=shape, spoil=inner)
+        norm = partial(_normed, NORMS["in eval mode"][1])
+        yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
+
+    @pytest.mark.survives("recompute", 11)
+    def test_a_dropped_result_leaves_nothing(self, answer, device):
+        block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)).to(device)
+        x = large_inputs(device)
+        check_nothing_left(block, x, lambda: answer.recompute(block, x, state=[block]))
+
     @pytest.mark.survives("recompute", "Raises")
     def test_refuses_other_state(self, answer):
         block, ran = Noisy(), []
@@ -270,3 +303,10 @@ def _one_generator():
 
 def _normed(norm):
     return [Normed(norm())]
+
+
+def _others(model, *_):
+    """Replace all buffers, as a step on other data may."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer + 1)

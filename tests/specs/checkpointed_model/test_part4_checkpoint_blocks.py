@@ -2,10 +2,11 @@
 
 import copy
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
-from torch import nn
+from torch import Generator, nn
 
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.toys import Block
@@ -83,6 +84,7 @@ class TestPart4CheckpointBlocks:
             yield f"{dtype}", chain(noisy, step={"outer": autocast(dtype)}), [2]
         norms = lambda: [Normed(nn.BatchNorm1d(WIDTH)), Normed(nn.BatchNorm1d(WIDTH).eval())]  # noqa: E731
         yield "norms", chain(norms, passes=2, shape=(4, WIDTH, 3)), [2]
+        yield "in eval mode by then", chain(noisy, spoil=lambda model, *_: model.eval()), [2]
 
     @pytest.mark.saves("checkpoint_blocks", "held")
     def test_gpt2_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device):
@@ -182,6 +184,8 @@ class TestPart4CheckpointBlocksDetails:
                 yield f"copied after {steps} steps, {times} times", chain(noisy, later=copies), [2]
 
         yield "a copy in eval mode", chain(noisy, later=partial(_copied, 1, 1, False)), [2], 1
+        twin = partial(_copied, 0, 1, True)
+        yield "with a forward of its own", chain(mixers, prepared=_own_forward, later=twin), [2]
 
     @pytest.mark.survives("checkpoint_blocks", 5)
     def test_takes_blocks_of_another_class_in_a_second_call(self, answer):
@@ -190,6 +194,13 @@ class TestPart4CheckpointBlocksDetails:
             got.append(answer.checkpoint_blocks(model, kind))
         check_equal(got, [1, 2], "numbers of blocks", cause="it goes by the model")
 
+    @pytest.mark.survives("checkpoint_blocks", 10)
+    @checkpointed("torch's own stream alone is set, or generators that state is asked for")
+    def test_draws_from_generators_again(self):
+        yield "an attribute", chain(lambda: [Noisy(7), Noisy(8)]), [2]
+        seeded = lambda run, block, x: block(x, Generator(x.device).manual_seed(9))  # noqa: E731
+        yield "an argument", chain(noisy, call=seeded), [2]
+
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize("done", [[0], [2], [0, 1, 2]], ids=["first", "last", "all"])
     def test_refuses_a_second_call(self, answer, done):
@@ -197,6 +208,7 @@ class TestPart4CheckpointBlocksDetails:
         answer.checkpoint_blocks(nn.ModuleList(model.order[n] for n in done), Mixer)
         when = f"for a model of which {len(done)} of 3 blocks have been through it"
         refused(answer, model, Mixer, ValueError, "Mixer", when)
+        refused(answer, copy.deepcopy(model), Mixer, ValueError, "Mixer", f"{when}, and a copy")
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     def test_refuses_a_model_without_such_blocks(self, answer):
@@ -261,13 +273,11 @@ def _hooked(model):
 
 
 def _own_forward(model):
-    forward = model.order[1].forward
-
-    def own(*args, **kwargs):
-        x, more = forward(*args, **kwargs)
+    def own(block, *args, **kwargs):
+        x, more = Mixer.forward(block, *args, **kwargs)
         return x * 1.5, more
 
-    model.order[1].forward = own
+    model.order[1].forward = MethodType(own, model.order[1])
 
 
 def _copied(steps, times, train, model):

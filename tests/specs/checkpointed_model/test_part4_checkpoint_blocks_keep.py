@@ -13,9 +13,16 @@ from kit.laws.checks import check, check_bar, check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import Block
 from kit.laws.untouched import observed
-from kit.private_torch import DispatchMode
-from specs.checkpointed_model.blocks import Counting, Noisy, Normed, chain, checkpointed
-from specs.checkpointed_model.large import large_inputs, one_input, peak
+from kit.private_torch import CAST, DispatchMode
+from specs.checkpointed_model.blocks import (
+    Counting,
+    Nest,
+    Noisy,
+    Normed,
+    chain,
+    checkpointed,
+)
+from specs.checkpointed_model.large import check_nothing_left, large_inputs, one_input, peak
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast
 from specs.checkpointed_model.strangers import stranger
 
@@ -49,6 +56,20 @@ class Means(Noisy):
     def forward(self, x):
         y = torch.tanh(self.up(x))
         return x + torch.tanh(y * y.mean(-1, keepdim=True) * y.mean())
+
+
+class Written(Noisy):
+    """A matrix product's result is changed in place: inside, or by whom it is returned to."""
+
+    def forward(self, x):
+        y = self.up(x)
+        half = y.mul_(0.5) if self.rate else y * 0.5
+        return y, torch.tanh(half)
+
+
+def doubled(run, block, x):
+    y, more = block(x)
+    return y.mul_(2.0), more
 
 
 def transformer():
@@ -89,6 +110,8 @@ class TestPart4CheckpointBlocksKeep:
         yield "counters", chain(lambda: [Counting()]), [1], 2, DEAR
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
         yield "batch norm", norm, [1], 2, DEAR
+        drawing = chain(lambda: [Noisy()], call=lambda run, block, x: block(x, None))
+        yield "what draws random numbers", drawing, [1], 2, [ATEN.rand.default, ATEN.rand.generator]
         yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
 
     @pytest.mark.survives("checkpoint_blocks", 6)
@@ -169,6 +192,25 @@ class TestPart4CheckpointBlocksKeep:
         for name, make in {"dropout": Noisy, "counters": Counting}.items():
             yield f"two passes, {name}", chain(lambda make=make: [make()], passes=2), [1], 2, DEAR
             yield f"thrice in a row, {name}", chain(lambda make=make: [make()] * 3), [1], 2, DEAR
+
+    @pytest.mark.survives("checkpoint_blocks", 8)
+    @pytest.mark.parametrize("keep", [[], DEAR], ids=["nothing", "dear"])
+    def test_a_call_leaves_nothing(self, answer, device, keep):
+        model, x = nn.Sequential(*transformer()).to(device), large_inputs(device)
+        answer.checkpoint_blocks(model, Block, keep=keep)
+        check_nothing_left(model, x, lambda: model(x))
+
+    @pytest.mark.survives("checkpoint_blocks", 9)
+    @checkpointed("what is held is changed and nobody looks, or casts are told by their order")
+    def test_notices_a_change_of_what_is_held(self):
+        yield "changed in the block", chain(lambda: [Written()]), "or an error", 2, DEAR
+        later = chain(lambda: [Written(rate=0)], call=doubled)
+        yield "changed later", later, "or an error", 2, DEAR
+        for dtype in HALVES:
+            for keep in (DEAR, [CAST]):
+                step, name = {"outer": autocast(dtype)}, f"cast before, {dtype}, {len(keep)} kept"
+                twice = chain(lambda: [Nest(Noisy())] * 2, shape=(WIDTH, WIDTH), step=step)
+                yield name, twice, "or an error", 2, keep
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize(
