@@ -100,6 +100,27 @@ class Normed(nn.Module):
         return x + torch.tanh(self.norm(y))
 
 
+def frozen(norm):
+    """In eval mode, with running statistics that are not the initial ones."""
+    norm.running_mean.fill_(0.5)
+    return norm.eval()
+
+
+# Each with the number of dimensions of its input
+NORMS = {
+    "BatchNorm1d": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=0.3)),
+    "BatchNorm2d": (4, lambda: nn.BatchNorm2d(WIDTH)),
+    "BatchNorm3d": (5, lambda: nn.BatchNorm3d(WIDTH)),
+    "SyncBatchNorm": (3, lambda: nn.SyncBatchNorm(WIDTH)),
+    "LazyBatchNorm2d": (4, lambda: nn.LazyBatchNorm2d()),
+    "InstanceNorm1d": (3, lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True)),
+    "a cumulative average": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
+    "without statistics": (3, lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)),
+    "in eval mode": (3, lambda: frozen(nn.BatchNorm1d(WIDTH))),
+    "GroupNorm": (3, lambda: nn.GroupNorm(4, WIDTH)),
+}
+
+
 class Mixer(nn.Module):
     """A block that takes and returns all kinds of things, and notes which arguments it has had."""
 

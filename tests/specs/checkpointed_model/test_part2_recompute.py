@@ -12,6 +12,7 @@ from kit.laws.checks import SpecFailure, check_equal, check_raises
 from kit.laws.scenarios import once, scenarios
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
+    NORMS,
     Carrying,
     Counting,
     Mixer,
@@ -44,27 +45,6 @@ def guarded(answer, device, name, spoil, args=(), kwargs=None):
     spoiled, true = (chain(mixers, *args, **kwargs or {}, spoil=s) for s in (zero, None))
     mine = seen(spoiled, answer.recompute, nothing, device)
     return never_wrong(mine, once(name, lambda: seen(true, plain, nothing, device)))
-
-
-def frozen(norm):
-    """In eval mode, with running statistics that are not the initial ones."""
-    norm.running_mean.fill_(0.5)
-    return norm.eval()
-
-
-# Each with the number of dimensions of its input
-NORMS = {
-    "BatchNorm1d": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=0.3)),
-    "BatchNorm2d": (4, lambda: nn.BatchNorm2d(WIDTH)),
-    "BatchNorm3d": (5, lambda: nn.BatchNorm3d(WIDTH)),
-    "SyncBatchNorm": (3, lambda: nn.SyncBatchNorm(WIDTH)),
-    "LazyBatchNorm2d": (4, lambda: nn.LazyBatchNorm2d()),
-    "InstanceNorm1d": (3, lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True)),
-    "a cumulative average": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
-    "without statistics": (3, lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)),
-    "in eval mode": (3, lambda: frozen(nn.BatchNorm1d(WIDTH))),
-    "GroupNorm": (3, lambda: nn.GroupNorm(4, WIDTH)),
-}
 
 
 class Pair(NamedTuple):
@@ -273,10 +253,7 @@ class TestPart2Recompute:
         to_eval, to_training = (lambda model, *_, m=m: model.train(m) for m in (False, True))
         yield "in eval mode by then", chain(noisy, spoil=to_eval)
         yield "in training mode by then", chain(lambda: [Noisy(7).eval()], spoil=to_training)
-        norm, shape = partial(_normed, NORMS["BatchNorm1d"][1]), (4, WIDTH, 3)
-        inner = lambda model, *_: model.order[0].norm.eval()  # noqa: E731
-        yield "a norm in eval mode by then", chain(norm, shape=shape, spoil=inner)
-        norm = partial(_normed, NORMS["in eval mode"][1])
+        norm, shape = partial(_normed, NORMS["in eval mode"][1]), (4, WIDTH, 3)
         yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
 
     @pytest.mark.survives("recompute", 11)
