@@ -48,11 +48,12 @@ def wrap(
         state       a rank holds its shards, their gradients and optimizer state, nothing whole
         calls       a step gathers each block for forward and again for backward, the root once,
                     and reduces each unit's gradients once
-        gathered    at most two blocks are whole at a time, and the root's unit
-        kept        reshard_after_forward=False gathers each unit once, until backward is done
+        gathered    whole are a block that runs, those around it, one ahead, and the root's unit
+        kept        reshard_after_forward=False gathers each unit once, until after backward
         bfloat16    is what units gather and compute in, and what a block returns; gradients are
-                    reduced in float32, shards and what the model returns are float32
-        checkpoint  a block keeps its inputs only, and runs once more in backward; the calls stay
+                    reduced in float32, shards and the model's output are float32
+        checkpoint  an outermost block keeps its inputs only; all run once more in backward;
+                    the calls stay
 
         >>> optimizer = wrap(model, mesh, Block, torch.optim.AdamW, dtype=torch.bfloat16)
 
@@ -73,8 +74,8 @@ def wrap(
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
         4. Only the ranks of the mesh take part.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
-        6. Checkpointed blocks may have dropout, take keywords, return tuples, and get inputs
-           without gradients.
+        6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
+           inputs without gradients.
     """
     raise NotImplementedError
 
@@ -122,7 +123,8 @@ def train_step(
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then.
         2. A sample counts once, however many tokens it has.
-        3. An error in loss_fn comes through and no step is made; later passes reduce as always.
+        3. An error in loss_fn comes through and no step is made; no unit stays gathered, and later
+           passes are as without this one.
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
@@ -134,4 +136,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 510340b3870a
+# untouched stub c057f714e724

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,11 +54,12 @@ def wrap(
         state       a rank holds its shards, their gradients and optimizer state, nothing whole
         calls       a step gathers each block for forward and again for backward, the root once,
                     and reduces each unit's gradients once
-        gathered    at most two blocks are whole at a time, and the root's unit
-        kept        reshard_after_forward=False gathers each unit once, until backward is done
+        gathered    whole are a block that runs, those around it, one ahead, and the root's unit
+        kept        reshard_after_forward=False gathers each unit once, until after backward
         bfloat16    is what units gather and compute in, and what a block returns; gradients are
-                    reduced in float32, shards and what the model returns are float32
-        checkpoint  a block keeps its inputs only, and runs once more in backward; the calls stay
+                    reduced in float32, shards and the model's output are float32
+        checkpoint  an outermost block keeps its inputs only; all run once more in backward;
+                    the calls stay
 
         >>> optimizer = wrap(model, mesh, Block, torch.optim.AdamW, dtype=torch.bfloat16)
 
@@ -79,8 +80,8 @@ def wrap(
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
         4. Only the ranks of the mesh take part.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
-        6. Checkpointed blocks may have dropout, take keywords, return tuples, and get inputs
-           without gradients.
+        6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
+           inputs without gradients.
     """
     _check_wrap(model, mesh, block_types, dtype)
     _shard(model, mesh, block_types, reshard_after_forward, dtype, checkpoint)
@@ -99,32 +100,58 @@ def _shard(
     policy, root_policy = MixedPrecisionPolicy(), MixedPrecisionPolicy()
     if dtype != torch.float32:
         # Between blocks activations stay in 16 bits; only what the model returns is float32.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
         root_policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=torch.float32)
-    for block in _blocks(model, block_types):
-        if checkpoint:
-            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+    blocks = _blocks(model, block_types)
+    inner = {module for block in blocks for module in _blocks(block, block_types)}
+    for block in blocks:
+        # What is inside another runs again with it, once.
+        if checkpoint and block not in inner:
+            block.forward = _checkpointed(block.forward)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     # Last: it takes what no block has taken. Backward begins with it, so it is not given back.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
     model.register_forward_hook(_give_back)
 
 
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # In a partial: checkpoint would take some keywords for its own.
+        return recompute(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+
+    return run
+
+
 def _give_back(model: nn.Module, args: object, output: object) -> None:
     """No backward will do it, and the next forward would see the weights of before a step."""
     if not torch.is_grad_enabled():
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+        _end_pass(model)
+
+
+def _end_pass(model: nn.Module) -> None:
+    """Give back every unit. The next backward must not gather ahead in the order of this pass."""
+    for group in _groups(model):
+        group.reshard()
+        group._post_forward_indices.clear()
+        # The first forward makes it.
+        getattr(group.comm_ctx, "post_forward_order", []).clear()
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """What FSDP knows of each unit that has parameters: nothing public tells all of it."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group):
+            yield group
 
 
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
-    """The blocks below the root, a block inside another before it."""
-    return [
-        module
-        for module in reversed(list(model.modules()))
-        if isinstance(module, block_types) and module is not model
-    ]
+    """The blocks below the root, a block inside another before it, by whatever path."""
+    found = dict[nn.Module, None]()
+    for child in model.children():
+        found |= dict.fromkeys(_blocks(child, block_types))
+        if isinstance(child, block_types):
+            found[child] = None
+    return list(found)
 
 
 def _check_wrap(
@@ -199,7 +226,8 @@ def train_step(
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then.
         2. A sample counts once, however many tokens it has.
-        3. An error in loss_fn comes through and no step is made; later passes reduce as always.
+        3. An error in loss_fn comes through and no step is made; no unit stays gathered, and later
+           passes are as without this one.
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
@@ -219,6 +247,7 @@ def train_step(
     samples = _samples_of_all(mesh, micro_batches)
 
     optimizer.zero_grad()
+    _forget_passes(model)
     shares = []
     try:
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
@@ -229,6 +258,7 @@ def train_step(
             shares.append(share.detach())
     finally:
         model.set_requires_gradient_sync(True)
+        _forget_passes(model)  # of an error; else there is nothing
 
     grad_norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if max_norm is not None:
@@ -240,6 +270,16 @@ def train_step(
         # Plain, because a DTensor may be a collective to look at, on every rank or on none.
         grad_norm = grad_norm.full_tensor()
     return StepResult(loss, grad_norm)
+
+
+def _forget_passes(model: nn.Module) -> None:
+    """Give back every unit, and drop whole gradients, of which zero_grad knows nothing."""
+    _end_pass(model)
+    for group in _groups(model):
+        for p in group.fsdp_params:
+            p.unsharded_accumulated_grad = None
+            if hasattr(p, "_unsharded_param"):  # from the first gather on
+                p._unsharded_param.grad = None
 
 
 def _samples_of_all(mesh: DeviceMesh, micro_batches: Sequence[Batch]) -> int:

@@ -173,7 +173,7 @@ def _shard(
             parameter.data = parameter.data.contiguous()
     policy = outermost = MixedPrecisionPolicy()
     if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
         outermost = dataclasses.replace(policy, output_dtype=torch.float32)
 
     for block in [*plan.blocks, model]:
@@ -199,7 +199,7 @@ def _shard(
 def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
     """A forward without backward leaves nothing gathered, the root's unit neither."""
     if not torch.is_grad_enabled():
-        _give_back(model)
+        model.reset_iter_state()  # the order of gathering too
 
 
 def _recompute_in_backward(block: nn.Module) -> None:

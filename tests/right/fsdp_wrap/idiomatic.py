@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,16 +76,16 @@ def _shard(
     """Shard the model, which has passed `_check`, block by block."""
     policy = root_policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
         root_policy = replace(policy, output_dtype=torch.float32)
     # Inner blocks first, over all paths: a block may be in several modules.
     paths = dict(model.named_modules(remove_duplicate=False))
     blocks = {p: m for p, m in paths.items() if p and isinstance(m, block_types)}
     nested = {m for p, m in blocks.items() if any(p.startswith(outer + ".") for outer in blocks)}
     for block in dict.fromkeys(reversed(blocks.values())):
-        if checkpoint:
+        if checkpoint and block not in nested:
             # Inside of FSDP's hooks: the forward runs again on what backward has gathered.
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
+            block.forward = partial(_run, block.forward)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
         if block in nested:
             # It and the block around it are whole: no prefetch of a third one.
@@ -94,17 +94,28 @@ def _shard(
     model.register_forward_hook(_after_forward)
 
 
+def _run(_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return recompute(lambda *inputs: _forward(*inputs, **kwargs), *args, use_reentrant=False)
+
+
 def _after_forward(model: nn.Module, *_: object) -> None:
     """No backward gives back what a forward without one has gathered."""
     if not torch.is_grad_enabled():
-        _shards(model)
+        model.reset_iter_state()
 
 
 def _shards(model: nn.Module) -> dict[str, DTensor]:
-    """The sharded parameters by name. Gives back what a forward without backward has gathered."""
+    """The sharded parameters by name. Drops what a pass that was not finished has left."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        if not isinstance(module, FSDPModule):
+            continue
+        module.reshard()
+        # What is accumulated without synchronization has no public name.
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
     return dict(model.named_parameters())
 
 
@@ -161,6 +172,7 @@ def train_step(
             del loss  # and its graph
     finally:
         model.set_requires_gradient_sync(True)
+        _shards(model)
 
     grads = [param.grad.to_local() for param in shards if param.grad is not None]
     square = nn.utils.get_total_norm(grads).to(loss_sum).square()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader
+from specs.fsdp_wrap.shapes import inside_and_before
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -64,8 +65,11 @@ class Case:
     plain      zero_grad, forward, backward and step by hand, with equal samples on every rank
     step       train_step
     evaluate   a forward under no_grad, and one more between the next backward and its step
+    stray      a forward, and no backward after it
     stale      gradients of 1000 are there
-    fails      train_step where loss_fn raises, `error` in the micro-batch number `at`
+    unsynced   a backward by hand without synchronization: whole gradients are there
+    freeze     the head requires no gradient from now on
+    fails      train_step where loss_fn raises, `error` in the micro-batch number `at` of three
     """
 
     shape: Callable[[], Shape] = SHAPES["odd sizes"]
@@ -79,6 +83,7 @@ class Case:
     error: type[BaseException] = ArithmeticError
     at: int = 1
     infinite: bool = False  # backward gives head.bias an infinite gradient
+    looks: bool = False  # loss_fn calls the model under no_grad
 
 
 BF16, KEPT, CHECKPOINT = (
@@ -93,7 +98,8 @@ EVALUATE = ("evaluate", "plain") * 2 + ("evaluate",)
 
 GROUPS: dict[str, dict[str, Case]] = {
     "values": {"a model of odd sizes": Case(), "kept": Case(wrap=KEPT)},
-    "shapes": {name: Case(shape) for name, shape in [*SHAPES.items()][1:]},
+    "shapes": {name: Case(shape) for name, shape in [*SHAPES.items()][1:]}
+    | {"a block inside another and before it": Case(inside_and_before)},
     "meshes": {"meshes of half of the ranks": Case(half=True)},
     "meshes of steps": {"meshes of half of the ranks": Case(half=True, script=STEPS[:2])},
     "evaluation": {
@@ -117,6 +123,11 @@ GROUPS: dict[str, dict[str, Case]] = {
         "two groups": Case(script=("stale", "step", "step"), make_optimizer=in_groups),
         "a plain step after it": Case(script=("step", "plain")),
         "dropout in eval mode": Case(DROP, script=STEP, train=False),
+        "a forward before it": Case(script=("stale", "stray", "step")),
+        "kept, a forward before it": Case(wrap=KEPT, script=("step", "stray", "step")),
+        "whole gradients": Case(script=("unsynced", "step")),
+        "a part frozen between steps": Case(script=("step", "freeze", "step")),
+        "a forward in the loss": Case(script=STEP, looks=True),
     },
     "norm": {
         "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
@@ -144,7 +155,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "checkpointed shapes": {
         name: Case(SHAPES[name], CHECKPOINT, script=STEP)
-        for name in ("keywords and tuples", "frozen beginning", "tied in the root", "a block twice")
+        for name in ("keywords and tuples", "frozen beginning", "nested", "a block twice")
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {
@@ -167,8 +178,10 @@ GROUPS: dict[str, dict[str, Case]] = {
         "stale gradients": Case(script=("stale", "step"), step=LAST),
         "kept, checkpoint": Case(DROP, KEPT | CHECKPOINT, script=STEP, step=LAST),
         "a plain step after it": Case(script=("step", "plain"), step=LAST),
-        "an error": Case(script=("fails", "plain"), step=LAST),
-        "Ctrl-C": Case(script=("fails", "plain"), step=LAST, error=KeyboardInterrupt),
+        "a forward in the loss": Case(wrap=KEPT, script=STEP, step=LAST, looks=True),
+        "an error": Case(script=("fails", "plain"), step=LAST, at=2),
+        "Ctrl-C": Case(script=("fails", "step"), step=LAST, at=2, error=KeyboardInterrupt),
+        "an error in bfloat16": Case(wrap=BF16, script=("fails", "plain"), step=LAST, at=2),
     },
 }
 CASES = {

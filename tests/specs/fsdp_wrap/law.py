@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kit.laws.checks import SpecFailure, Suspects, check_close, check_equal, fail
 from kit.ranks.world import World
+from specs.fsdp_wrap.alone import Alone, alone, vector
 from specs.fsdp_wrap.cases import GROUPS
-from specs.fsdp_wrap.play import Alone, Trace, alone, seen, vector
+from specs.fsdp_wrap.play import Trace, seen
 
 # bfloat16 has 8 bits, 1 / 256 in each number: of 150 seeds the worst came to 2.7 % of the gradient.
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -32,6 +33,9 @@ CAUSES = {
     "kind of": "a DTensor, a number of Python, or a tensor that keeps its graph is returned",
     "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",
     "forwards": "checkpoint=True is not followed with these options, or blocks run once too often",
+    "gathered after": "what the step has gathered for a backward that never comes stays whole",
+    "at the end": "the results of all steps are one buffer, which each step fills anew",
+    "steps of": "a step of the optimizer is left out, or is made where loss_fn has raised",
     "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping",
 }
 
@@ -46,10 +50,17 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
     __tracebackhide__ = True
     names = [f"{group}: {name}" for name in GROUPS[group]]
     size = dist.get_world_size()
-    found = {name: first(seen(answer, rank, name), alone(name, rank, size)) for name in names}
-    broken = [name for name in names if found[name]]
+    found: dict[str, tuple[str, Any] | None] = {}
+    for name in names:
+        try:
+            found[name] = first(seen(answer, rank, name), alone(name, rank, size))
+        except Exception:
+            if not any(found.values()):
+                raise
+            break  # what has been seen before says more
+    broken = [name for name in found if found[name]]
     if broken:
-        name, (observable, got) = broken[0], found[broken[0]]
+        name, (observable, got) = broken[0], found[broken[0]] or ("", None)
         where = f"{name}; {len(broken)} of {len(names)} scenarios" if names[1:] else name
         one = alone(name, rank, size)
         try:

@@ -1,8 +1,7 @@
-"""What runs on every rank: the script of a case, by an answer or by one process."""
+"""What runs on every rank: the script of a case, by an answer."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 
 from kit.laws import draw
 from kit.laws.toys import mse
-from kit.private_torch import tree_leaves
 from kit.ranks.rank import device
 from kit.ranks.shards import gradients_of, mesh, meshes, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, Batch
@@ -24,7 +22,8 @@ LENGTHS = (2, 7, 5, 1)
 
 def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
     """A rank's micro-batches for one thing of a script; no two have the same data."""
-    plan = EQUAL if case.script[number] == "plain" else PLANS[size][number % 3]
+    event = case.script[number]
+    plan = EQUAL if event == "plain" else PLANS[size][2 if event == "fails" else number % 3]
     generator = draw.generator(10 * number + rank)
     found = []
     for micro, count in enumerate(plan[rank]):
@@ -50,8 +49,10 @@ class _Backward(torch.autograd.Function):
         return grad, torch.full(ctx.shape, torch.inf, dtype=ctx.dtype, device=grad.device)
 
 
-class _Play:
+class Play:
     """One script, played by whoever trains: an answer on all ranks, or one process."""
+
+    optimizer: Optimizer
 
     def __init__(self, case: Case, rank: int, size: int) -> None:
         self.case, self.rank, self.size = case, rank, size
@@ -65,17 +66,13 @@ class _Play:
         self.runs: dict[str, int] = {}
         self.dtypes: set[torch.dtype] = set()
         self.trace: Trace = {}
-        self._count_runs()
-
-    def _count_runs(self) -> None:
-        """Of every block, if none is inside another: by the first module in it."""
-        blocks = {n: m for n, m in self.model.named_modules() if n and isinstance(m, self.types)}
-        if any(isinstance(m, self.types) for b in blocks.values() for m in [*b.modules()][1:]):
-            return
-        for name, block in blocks.items():
-            self._watch(name, block)
+        self.results: dict[str, Any] = {}
+        for name, block in self.model.named_modules():
+            if name and isinstance(block, self.types):
+                self._watch(name, block)
 
     def _watch(self, name: str, block: nn.Module) -> None:
+        """By the first module in it, which is in no block inside."""
         leaf = next(m for m in block.modules() if not [*m.children()])
         leaf.register_forward_pre_hook(lambda _, args: self._ran(name, dtype=args[0].dtype))
 
@@ -85,6 +82,8 @@ class _Play:
             self.runs[name] = self.runs.get(name, 0) + times
 
     def play(self) -> Trace:
+        steps: list[object] = []
+        self.optimizer.register_step_post_hook(lambda *_: steps.append(_))
         is_pending = False
         for number, event in enumerate(self.case.script):
             label = f"{'plain ' * (event == 'plain')}step {number + 1}"
@@ -95,9 +94,13 @@ class _Play:
             else:
                 getattr(self, event)(number, label, is_pending)
                 is_pending = False
-            if self.runs and event != "fails":
+            if self.runs and event in ("plain", "step"):
                 self.trace[f"forwards of blocks in {label}"] = dict(self.runs)
         self.trace["dtypes inside blocks"] = self.dtypes
+        self.trace["steps of the optimizer"] = len(steps)
+        for label, result in self.results.items():
+            for key, value in zip(("loss", "grad_norm"), result, strict=True):
+                self.trace[f"at the end, {key} of {label}"] = torch.as_tensor(float(value))
         self.trace["weights"] = weights(self.model)
         return self.trace
 
@@ -106,6 +109,13 @@ class _Play:
         with torch.no_grad():
             out: Tensor = self.model(inputs)
         return out.clone()
+
+    def stray(self, *_: Any) -> None:
+        """A forward whose output nobody wants."""
+        self.model(draw.randn(3, FEATURES, generator=draw.generator(78)).to(device()))
+
+    def freeze(self, *_: Any) -> None:
+        self.model.head.requires_grad_(False)
 
     def note(self, label: str, parameters: Any, loss: Any = None, norm: Any = None) -> None:
         """Norms come first where they decide what becomes of the gradients."""
@@ -116,15 +126,13 @@ class _Play:
                 self.trace[f"{key} of {label}"] = found[key]
 
 
-class _Answer(_Play):
+class _Answer(Play):
     def __init__(self, answer: Any, case: Case, rank: int, size: int) -> None:
         super().__init__(case, rank, size)
         self.answer = answer
         over = meshes(size // 2)["shards"] if case.half else mesh()
         self.names = [*self.model.state_dict()]
-        self.optimizer: Optimizer = answer.wrap(
-            self.model, over, self.types, case.make_optimizer, **case.wrap
-        )
+        self.optimizer = answer.wrap(self.model, over, self.types, case.make_optimizer, **case.wrap)
         self.trace["names in the state dict"] = [*self.model.state_dict()]
         self.parameters = named(self.model)
 
@@ -146,17 +154,26 @@ class _Answer(_Play):
         result = self.answer.train_step(
             self.model, tuple(window), loss_fn or self.loss, self.optimizer, **self.case.step
         )
+        self.results[label] = result
         self.trace[f"kind of loss and grad_norm of {label}"] = [*map(_kind, result)]
         loss, norm = (torch.as_tensor(float(x)) for x in result)
         self.note(label, self.parameters, loss, norm)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        if self.case.looks:
+            self.look(0)
         value = mse(output, targets)
         return _Backward.apply(value, self.model.head.bias) if self.case.infinite else value
 
     def stale(self, *_: Any) -> None:
         for p in self.model.parameters():
             p.grad = torch.full_like(p, 1000.0)
+
+    def unsynced(self, number: int, *_: Any) -> None:
+        self.model.set_requires_gradient_sync(False)
+        (inputs, targets), *_ = batches(self.case, number, self.rank, self.size)
+        mse(self.model(inputs), targets).backward()
+        self.model.set_requires_gradient_sync(True)
 
     def fails(self, number: int, label: str, is_pending: bool) -> None:
         calls = 0
@@ -174,6 +191,8 @@ class _Answer(_Play):
         except self.case.error as error:
             raised = repr(error)
         self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
+        whole = [n for n, p in self.model.named_parameters() if not hasattr(p, "to_local")]
+        self.trace[f"gathered after {label}"] = whole
 
 
 def _kind(value: Any) -> str:
@@ -181,113 +200,6 @@ def _kind(value: Any) -> str:
         return type(value).__name__
     graph = " with a graph" if value.requires_grad else ""
     return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}{graph}"
-
-
-class Alone(_Play):
-    """What one process does, with the micro-batches of all ranks one after another.
-
-    contributions: of the first step, for each micro-batch: rank, number, samples, loss, gradients
-    whole: the gradients of the first step before clipping
-    """
-
-    def __init__(self, case: Case, rank: int, size: int) -> None:
-        super().__init__(case, rank, size)
-        self.contributions: list[tuple[int, int, int, Tensor, Tensor]] = []
-        self.trace["names in the state dict"] = [*self.model.state_dict()]
-        self.parameters = named(self.model)
-        self.optimizer = case.make_optimizer(self.model.parameters())
-        first = next((n for n, event in enumerate(case.script) if event == "step"), -1)
-        self.first = f"step {first + 1}"
-        self.whole: dict[str, Tensor | None] = {}
-
-    def _watch(self, name: str, block: nn.Module) -> None:
-        """With a checkpoint a block runs once more, if there is a backward through it."""
-
-        def ran(module: nn.Module, args: Any, output: Any) -> None:
-            again = any(x.requires_grad for x in tree_leaves(output))
-            self._ran(name, 1 + (again and self.case.wrap.get("checkpoint", False)))
-
-        block.register_forward_hook(ran)
-
-    def length(self, rank: int, micro: int) -> int:
-        """How many tokens a sample of this micro-batch has."""
-        return LENGTHS[(rank + 2 * micro) % 4] if self.case.lengths else 1
-
-    def _passes(self, number: int) -> float:
-        """The gradients of a mean over samples; and the mean."""
-        all_of = {r: batches(self.case, number, r, self.size) for r in self.members}
-        total = sum(len(x) for window in all_of.values() for x, _ in window)
-        mean, mine = 0.0, dict[str, int]()
-        is_first = not self.contributions and self.case.script[number] == "step"
-        for rank, window in all_of.items():
-            draw.seed(8 + rank)
-            self.runs = {}
-            for micro, (inputs, targets) in enumerate(window):
-                before = self._vector() if is_first else torch.zeros(())
-                loss = mse(self.model(inputs), targets)
-                (loss * (len(inputs) / total)).backward()
-                mean += loss.item() * len(inputs) / total
-                if is_first:
-                    one = (self._vector() - before) * (total / len(inputs))
-                    self.contributions.append((rank, micro, len(inputs), loss.detach().cpu(), one))
-            if rank == self.rank:
-                mine = dict(self.runs)
-        self.runs = mine
-        return mean
-
-    def _vector(self) -> Tensor:
-        return vector({n: p.grad for n, p in self.parameters if p.requires_grad}, self.parameters)
-
-    def plain(self, number: int, label: str, is_pending: bool) -> None:
-        self.optimizer.zero_grad()
-        self._passes(number)
-        self.trace[f"dtype of the output in {label}"] = torch.float32
-        self.note(label, self.parameters)
-        if is_pending:
-            self.trace[f"output between backward and {label}"] = self.look(number)
-        self.optimizer.step()
-
-    def step(self, number: int, label: str, _: bool) -> None:
-        self.optimizer.zero_grad()
-        mean = self._passes(number)
-        if self.case.infinite:
-            self.model.head.bias.grad = torch.full_like(self.model.head.bias, torch.inf)
-        self.whole = self.whole or gradients_of(self.parameters)
-        distinct = {p for _, p in self.parameters}
-        norms = [p.grad.norm() for p in distinct if p.grad is not None]
-        norm = torch.stack(norms).norm()
-        limit = self.case.step.get("max_norm")
-        for p in distinct:
-            if limit is not None and p.grad is not None and norm > limit:
-                p.grad.mul_(limit / norm)
-        kinds = ["Tensor torch.float32 ()"] * 2
-        self.trace[f"kind of loss and grad_norm of {label}"] = kinds
-        self.note(label, self.parameters, torch.tensor(mean), norm.cpu())
-        self.optimizer.step()
-
-    def stale(self, *_: Any) -> None:
-        """Nothing is to be seen of it."""
-
-    def fails(self, number: int, label: str, _: bool) -> None:
-        raised = repr(self.case.error("no loss"))
-        self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
-
-
-def vector(gradients: Any, parameters: Any) -> Tensor:
-    """All gradients as one vector; what has none has zeros."""
-    parts = []
-    for name, p in parameters:
-        grad = gradients.get(name)
-        parts.append((torch.zeros_like(p) if grad is None else grad).detach().flatten().cpu())
-    return torch.cat(parts).clone()
-
-
-@functools.cache
-def alone(name: str, rank: int, size: int) -> Alone:
-    """The script as one process plays it, once for all answers."""
-    found = Alone(CASES[name], rank, size)
-    found.play()
-    return found
 
 
 def seen(answer: Any, rank: int, name: str) -> Trace:

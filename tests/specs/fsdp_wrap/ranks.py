@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,15 +75,17 @@ def window(rank: int) -> list[Batch]:
 BAD: dict[str, Any] = {
     "no micro batch": lambda window: [],
     "one too few": lambda window: window[:-1],
+    "one too many": lambda window: [*window, window[0]],
     "more inputs than targets": lambda window: [*window[:-1], (window[-1][0], window[-1][1][1:])],
     "more targets than inputs": lambda window: [(window[0][0][1:], window[0][1]), *window[1:]],
     "an empty one": lambda window: [*window[:-1], (window[-1][0][:0], window[-1][1][:0])],
 }
 
 
-def refuses_a_window(answer: Any, rank: int, what: str, bad_ranks: Sequence[int]) -> None:
+def refuses_a_window(answer: Any, rank: int, bad_ranks: Mapping[int, str]) -> None:
     """It ends there: a call more would meet that of a rank that waits, and hide that it does."""
-    bad = BAD[what](window(rank)) if rank in bad_ranks else window(rank)
+    bad = BAD[bad_ranks[rank]](window(rank)) if rank in bad_ranks else window(rank)
+    what = " and ".join(dict.fromkeys(bad_ranks.values()))
     model = make().to(device())
     optimizer = answer.wrap(model, mesh(), Block, momentum)
     for p in model.parameters():
@@ -94,7 +96,7 @@ def refuses_a_window(answer: Any, rank: int, what: str, bad_ranks: Sequence[int]
         lambda: answer.train_step(model, bad, mse, optimizer),
         ValueError,
         mentions=[len(bad)],
-        when=f"on every rank, where ranks {bad_ranks} have {what}",
+        when=f"on every rank, where ranks {[*bad_ranks]} have {what}",
         cause=f"{what}: that is not seen, in every micro-batch and on every rank",
     )
     cause = "the work has begun before everything was checked, on every rank"

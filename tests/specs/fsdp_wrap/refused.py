@@ -44,6 +44,11 @@ def _between_blocks(model: Model) -> None:
     model.blocks[1].up.weight = model.blocks[0].up.weight
 
 
+def _frozen_between_blocks(model: Model) -> None:
+    _between_blocks(model)
+    model.blocks[0].up.weight.requires_grad_(False)
+
+
 def _block_and_root(model: Model) -> None:
     model.add_module("probe", nn.Linear(WIDTH, 3 * WIDTH + 1, bias=False))
     model.probe.weight = model.blocks[0].up.weight
@@ -96,6 +101,7 @@ UNITS = {
     "one absent class of two": Bad(["Outer"], types=BOTH),
     "a class that only the root has": Bad(["Block"], lambda _, mesh: Block(5).to(mesh.device_type)),
     "two blocks that share": Bad(["up.weight"], _changed(_between_blocks)),
+    "two blocks that share what is frozen": Bad(["up.weight"], _changed(_frozen_between_blocks)),
     "a block that shares with the root": Bad(["weight"], _changed(_block_and_root)),
     "a module in two blocks": Bad(["norm."], _changed(_a_module_of_two_blocks)),
     "a block that shares with the one inside": Bad(["bias"], _inner_and_outer, BOTH),

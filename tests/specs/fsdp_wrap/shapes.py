@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.ranks.toys import FEATURES
+from kit.ranks.shapes import Outer, Shape
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block
 
 
 class Tall(nn.Module):
@@ -47,7 +48,8 @@ class WeighTwice(nn.Module):
 
 
 class Watched(nn.Module):
-    """A block with integers and flags beside its input, which notes dtypes.
+    """A block with integers and flags beside its input, which notes dtypes; by a float32 buffer
+    what it computes is float32 in the end.
 
     It has no Linear, which would raise where dtypes are mixed.
     """
@@ -55,6 +57,7 @@ class Watched(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
+        self.register_buffer("table", torch.ones(width))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x: Tensor, places: Tensor, *, mask: Tensor) -> Tensor:
@@ -64,7 +67,7 @@ class Watched(nn.Module):
             "integers": places.dtype,
             "flags": mask.dtype,
         }
-        return x + torch.relu(x * self.weight) * mask
+        return x + torch.relu(x * self.weight) * mask * self.table
 
 
 class WatchedModel(nn.Module):
@@ -91,3 +94,11 @@ class WatchedModel(nn.Module):
             "keywords of the model": more["shift"].dtype,
         }
         return {"out": (out, out + more["shift"]), "places": places}
+
+
+def inside_and_before() -> Shape:
+    """A block that stands at two places: before another one, and in it."""
+    draw.seed(4)
+    around = Outer(WIDTH)
+    first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+    return nn.Sequential(first, around.inner, around, last), (Block, Outer)

@@ -61,13 +61,16 @@ def books(
     samples: int = SAMPLES,
     forward_only: bool = False,
     adam: bool = False,
+    looked: bool = False,
     **options: Any,
 ) -> Books:
     """A forward and a backward of `rank` of `ranks`, with a step of Adam where that is counted, or
-    a forward under no_grad after them; measured once for all specs that look at it.
+    a forward under no_grad after them, or one `looked` before; measured once for all specs.
     """
     # To the cache an argument that is left out is another one than its default.
-    return _books(answer, device, ranks, rank, shape, samples, forward_only, adam, **options)
+    return _books(
+        answer, device, ranks, rank, shape, samples, forward_only, adam, looked, **options
+    )
 
 
 @functools.cache
@@ -80,6 +83,7 @@ def _books(
     samples: int,
     forward_only: bool,
     adam: bool,
+    looked: bool,
     **options: Any,
 ) -> Books:
     with simulated_world(ranks, device, rank=rank) as mesh:
@@ -99,6 +103,8 @@ def _books(
             model(inputs)
 
         step()
+        if looked:
+            look()
         optimizer.zero_grad()
         with collectives() as calls:
             memory = account(
@@ -112,37 +118,37 @@ def _books(
 
 
 def left_by_wrap(answer: Any, device: torch.device) -> int:
-    """Bytes of `wide` that are alive when rank 0 of 8 has wrapped it."""
+    """Bytes of `wide`, with a parameter of the root itself, that live on when rank 0 of 8 has
+    wrapped it.
+    """
     held: list[Any] = []
     with simulated_world(8, device) as mesh:
         model, kinds = wide()
+        model.direct = nn.Parameter(torch.ones(WIDE, WIDE))
         model.to(device)
         before = bytes_of(model)
         wrap = functools.partial(answer.wrap, model, mesh, kinds, adamw)
         return before + measure(lambda: held.append(wrap()), device, known=[model]).retained
 
 
-def gathered_at_runs(answer: Any, device: torch.device) -> list[int]:
-    """Of a step of `wide`: how many blocks have been gathered so far, each time that one runs,
+def gathered_at_runs(
+    answer: Any, device: torch.device, shape: Callable[[], Shape] = wide
+) -> list[int]:
+    """Of a step: how many blocks have been gathered so far, each time that one begins to run,
     forward or backward.
     """
     seen: list[int] = []
     with simulated_world(8, device) as mesh, collectives() as calls:
-        model, kinds = wide()
-        size = _parts(units(model, Block)[0], 8)
+        model, kinds = shape()
         answer.wrap(model.to(device), mesh, kinds, adamw)
 
         def note(*_: Any) -> None:
-            gathers = [call for call in calls if call.kind == "all_gather"]
-            seen.append(sum(call.numel == size for call in gathers))
+            seen.append(sum(call.kind == "all_gather" for call in calls) - 1)  # but the root's
 
-        def note_both(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            note()
-            if output.requires_grad:
-                output.register_hook(note)
-
-        for block in model.blocks:
-            block.drop.register_forward_hook(note_both)
+        for block in model.modules():
+            if isinstance(block, kinds):
+                block.register_forward_pre_hook(note)
+                block.register_forward_hook(lambda *args: args[2].register_hook(note) and None)
         (batch,) = data([SAMPLES], seed=0)
         inputs, targets = (tensor.to(device) for tensor in batch)
         mse(model(inputs), targets).backward()
@@ -176,7 +182,10 @@ def _cause(counts: list[int], wanted: list[int]) -> str:
     if counts[1] > wanted[1]:
         return "there are too many units, or a frozen one is reduced, or reductions are repeated"
     if counts[0] > wanted[0]:
-        return "a unit is given back that is needed again, or is gathered only to be looked at"
+        return (
+            "a unit is given back that is needed again, or is gathered only to be looked at, or "
+            "ahead by the order of another pass"
+        )
     return "a block is not given back after forward"
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import nn
 
 from kit.laws.checks import check, check_bar, check_equal
 from kit.laws.toys import mse
@@ -31,16 +32,23 @@ def second_step(
     width: int = WIDTH,
     blocks: int = BLOCKS,
     checkpoint: bool = False,
+    classes: int = 0,
     **options: Any,
 ) -> tuple[Account, list[Collective]]:
-    """What rank 0 holds and calls in the second step, one of these micro-batches."""
+    """What rank 0 holds and calls in the second step, one of these micro-batches.
+
+    With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory.
+    """
     with simulated_world(ranks, device) as mesh:
         model = make(width, blocks).to(device)
+        if classes:
+            model.head = nn.Linear(width, classes).to(device)
         optimizer = answer.wrap(model, mesh, Block, Still, checkpoint=checkpoint)
         window = [(x.to(device), y.to(device)) for x, y in data(samples, seed=0)]
 
         def step(count: int = len(window)) -> None:
-            answer.train_step(model, window[:count], mse, optimizer, **options)
+            loss = (lambda out, _: out.sum(1).mean()) if classes else mse
+            answer.train_step(model, window[:count], loss, optimizer, **options)
 
         step(1)  # the first one makes what stays
         with collectives() as calls:

@@ -140,7 +140,8 @@ CAUSES = {
     "keywords of the model": "only positional inputs are cast, or only those outside of a dict",
     "integers": "everything is cast, and not only what is floating",
     "flags": "everything is cast, and not only what is floating",
-    "what a block returns": "a block's output is cast back, and the next block casts it again",
+    "what a block returns": "a block's output is cast back, which the next one casts again, or is "
+    "left as a float32 buffer has made it",
     "weight in the root": "the root's unit has no policy, so embedding and head are in float32",
     "what the root computes": "the root's unit has no policy, so embedding and head are in float32",
 }
