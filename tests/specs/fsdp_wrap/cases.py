@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader
-from specs.fsdp_wrap.shapes import inside_and_before
+from specs.fsdp_wrap.shapes import detached, inside_and_before
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -98,7 +98,8 @@ EVALUATE = ("evaluate", "plain") * 2 + ("evaluate",)
 GROUPS: dict[str, dict[str, Case]] = {
     "values": {"a model of odd sizes": Case(), "kept": Case(wrap=KEPT)},
     "shapes": {name: Case(shape) for name, shape in [*SHAPES.items()][1:]}
-    | {"a block inside another and before it": Case(inside_and_before)},
+    | {"a block inside another and before it": Case(inside_and_before)}
+    | {"a detached block": Case(detached)},
     "meshes": {"meshes of half of the ranks": Case(half=True)},
     "meshes of steps": {"meshes of half of the ranks": Case(half=True, script=STEPS[:2])},
     "evaluation": {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kit.laws import draw
 from kit.ranks.shapes import Outer, Shape
-from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, make
 
 
 class Tall(nn.Module):
@@ -94,6 +94,13 @@ class WatchedModel(nn.Module):
             "keywords of the model": more["shift"].dtype,
         }
         return {"out": (out, out + more["shift"]), "places": places}
+
+
+def detached() -> Shape:
+    """A block whose output has no graph: it and what is before it run, and get no gradients."""
+    model = make(blocks=2)
+    model.blocks[0].register_forward_hook(lambda module, args, output: output.detach())
+    return model, Block
 
 
 def inside_and_before() -> Shape:
