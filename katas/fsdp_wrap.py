@@ -124,7 +124,8 @@ def train_step(
            gradients until then.
         2. A sample counts once, however many tokens it has.
         3. An error in loss_fn comes through and no step is made; no unit stays gathered, and later
-           passes are as without this one.
+           passes are as without this one. (With sync="last" whole gradients stay: nothing public
+           drops them.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
@@ -136,4 +137,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub c057f714e724
+# untouched stub fa32979f9556

@@ -125,23 +125,14 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _give_back(model: nn.Module, args: object, output: object) -> None:
     """No backward will do it, and the next forward would see the weights of before a step."""
     if not torch.is_grad_enabled():
-        _end_pass(model)
+        _reshard(model)
 
 
-def _end_pass(model: nn.Module) -> None:
-    """Give back every unit. The next backward must not gather ahead in the order of this pass."""
-    for group in _groups(model):
-        group.reshard()
-        group._post_forward_indices.clear()
-        # The first forward makes it.
-        getattr(group.comm_ctx, "post_forward_order", []).clear()
-
-
-def _groups(model: nn.Module) -> Iterator[Any]:
-    """What FSDP knows of each unit that has parameters: nothing public tells all of it."""
+def _reshard(model: nn.Module) -> None:
+    """Give back every unit: reshard() of the model is that of the root's unit alone."""
     for unit in model.modules():
-        if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group):
-            yield group
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
@@ -227,7 +218,8 @@ def train_step(
            gradients until then.
         2. A sample counts once, however many tokens it has.
         3. An error in loss_fn comes through and no step is made; no unit stays gathered, and later
-           passes are as without this one.
+           passes are as without this one. (With sync="last" whole gradients stay: nothing public
+           drops them.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
@@ -247,7 +239,6 @@ def train_step(
     samples = _samples_of_all(mesh, micro_batches)
 
     optimizer.zero_grad()
-    _forget_passes(model)
     shares = []
     try:
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
@@ -258,7 +249,7 @@ def train_step(
             shares.append(share.detach())
     finally:
         model.set_requires_gradient_sync(True)
-        _forget_passes(model)  # of an error; else there is nothing
+        _reshard(model)  # what an error has left whole; else there is nothing
 
     grad_norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if max_norm is not None:
@@ -270,16 +261,6 @@ def train_step(
         # Plain, because a DTensor may be a collective to look at, on every rank or on none.
         grad_norm = grad_norm.full_tensor()
     return StepResult(loss, grad_norm)
-
-
-def _forget_passes(model: nn.Module) -> None:
-    """Give back every unit, and drop whole gradients, of which zero_grad knows nothing."""
-    _end_pass(model)
-    for group in _groups(model):
-        for p in group.fsdp_params:
-            p.unsharded_accumulated_grad = None
-            if hasattr(p, "_unsharded_param"):  # from the first gather on
-                p._unsharded_param.grad = None
 
 
 def _samples_of_all(mesh: DeviceMesh, micro_batches: Sequence[Batch]) -> int:

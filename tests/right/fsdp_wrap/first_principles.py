@@ -93,19 +93,10 @@ def _give_back(model: nn.Module) -> None:
 
 
 def _drop_gradients(model: nn.Module) -> None:
-    """No shard has a gradient, nor is there a whole one that was never reduced."""
+    """No unit is gathered, and no shard has a gradient."""
     _give_back(model)
     for parameter in model.parameters():
         parameter.grad = None
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        # There is no public way to the whole gradients of backwards without synchronisation.
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for sharded in group.fsdp_params:
-                sharded.unsharded_accumulated_grad = None
-                if hasattr(sharded, "_unsharded_param"):
-                    sharded._unsharded_param.grad = None
 
 
 # Part 1; `dtype` is part 2, `checkpoint` is part 3
@@ -199,7 +190,7 @@ def _shard(
 def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
     """A forward without backward leaves nothing gathered, the root's unit neither."""
     if not torch.is_grad_enabled():
-        model.reset_iter_state()  # the order of gathering too
+        _give_back(model)
 
 
 def _recompute_in_backward(block: nn.Module) -> None:
@@ -307,7 +298,6 @@ def train_step(
             # The reduction takes the mean over the ranks, hence the factor.
             loss += share * _forward_backward(model, batch, loss_fn, share * mesh.size())
     except BaseException:
-        model.reset_iter_state()
         _drop_gradients(model)
         raise
     finally:

@@ -101,21 +101,14 @@ def _run(_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _after_forward(model: nn.Module, *_: object) -> None:
     """No backward gives back what a forward without one has gathered."""
     if not torch.is_grad_enabled():
-        model.reset_iter_state()
+        _shards(model)
 
 
 def _shards(model: nn.Module) -> dict[str, DTensor]:
-    """The sharded parameters by name. Drops what a pass that was not finished has left."""
+    """The sharded parameters by name. Gives back what a forward without backward has gathered."""
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        module.reshard()
-        # What is accumulated without synchronization has no public name.
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return dict(model.named_parameters())
 
 

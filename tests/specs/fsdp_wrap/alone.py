@@ -102,8 +102,6 @@ class Alone(Play):
     def stale(self, *_: Any) -> None:
         """Nothing is to be seen of it."""
 
-    unsynced = stale
-
     def fails(self, number: int, label: str, _: bool) -> None:
         raised = repr(self.case.error("no loss"))
         self.trace[f"what comes out of {label}, where loss_fn raises"] = raised

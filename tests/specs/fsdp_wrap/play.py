@@ -169,12 +169,6 @@ class _Answer(Play):
         for p in self.model.parameters():
             p.grad = torch.full_like(p, 1000.0)
 
-    def unsynced(self, number: int, *_: Any) -> None:
-        self.model.set_requires_gradient_sync(False)
-        (inputs, targets), *_ = batches(self.case, number, self.rank, self.size)
-        mse(self.model(inputs), targets).backward()
-        self.model.set_requires_gradient_sync(True)
-
     def fails(self, number: int, label: str, is_pending: bool) -> None:
         calls = 0
 

@@ -76,10 +76,12 @@ class TestPart1Wrap:
     @pytest.mark.parametrize("shape", ["nested", "only blocks"])
     @pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpoint"])
     def test_the_units_of_other_models_are_their_blocks(self, answer, device, shape, checkpoint):
-        """A block inside a block is a unit, also one of a subclass; the root may have nothing. A
-        forward under no_grad has been before.
+        """A block inside a block is a unit, also one of a subclass; the root may have nothing.
+
+        Where it has something, a forward under no_grad has been before. Elsewhere FSDP2 gathers in
+        the order of that one too, and before torch 2.13 nothing public forgets it.
         """
-        options = {"looked": True, "checkpoint": checkpoint}
+        options = {"looked": shape == "nested", "checkpoint": checkpoint}
         memory, calls = books(answer, device, 8, shape=SHAPES[shape], **options)
         check_calls(calls, planned(SHAPES[shape], 8), what=f"a step of the model: {shape}")
         left = {kind: memory.after[kind] for kind in ("unsharded", "communication", "activations")}
