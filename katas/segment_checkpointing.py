@@ -21,31 +21,35 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-        runs          once in the call, and once more in backward if that needs what was computed
+        runs          once in the call, and once more in backward, as far as needed
         gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
-                      require one, of parameters, and of other leaves that `function` uses; where
-                      several meet in one tensor, in any order
+                      require one, of parameters, and of other leaves that `function` uses; several
+                      for one tensor add up in any order
         data          parameters get theirs even if no argument requires one; a function without
                       gradients stops no others
-        kept          until backward the arguments, and nothing computed from them
+        kept          until backward the arguments, and nothing computed from them; then one
+                      checkpoint's inside at a time
         freed         after backward nothing is left, without the garbage collector
-        random state  the second run draws what the first drew; all else draws as after one run
+        random state  the second run draws what the first drew from torch's default generators; all
+                      else draws as after one run
         autocast      in the second run as in the first: on or off, dtype, cache; backward runs
                       in the caller's
         result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
                       other things; tensors may be changed in place
-        no_grad       under no_grad and inference_mode it is the plain call
+        no_grad       under no_grad and inference_mode it is the plain call, whatever the arguments
 
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: what it changes besides, such as batch norm's statistics, changes twice.
-        args: tensors of any dtype; other things are handed on as they are.
+        function: reads the same in both runs, such as training flags; what it changes besides, such
+            as batch norm's statistics, may change twice.
+        args: tensors of any dtype, not made under inference_mode; other things are handed on as
+            they are.
 
     Raises:
         RuntimeError if an argument is changed in place: from the call if `function` does it, from
-        backward if it happens later. TypeError for a tensor hidden in a list, tuple or dict, given
-        or returned; the result itself may be a tuple.
+        a later second run otherwise. TypeError, naming the type, for a tensor hidden in a list,
+        tuple or dict, given or returned.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros.
@@ -56,6 +60,9 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
            as it was.
         6. autograd.grad(), inputs= and create_graph=True: RuntimeError, or right gradients and
            no others.
+        7. A torch.Generator among the arguments draws the same again, too.
+        8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
+           right gradients.
     """
     raise NotImplementedError
 
@@ -66,8 +73,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Tensor:
     """The output of `layers` applied in order to `x`, in checkpointed segments.
 
-        sizes      equal, or differing by one where the division leaves a rest
-        last       the last segment is not checkpointed: backward needs its inside at once
+        sizes      equal, or differing by one
+        last       not checkpointed: backward needs its inside at once
         runs       each layer once, and once more in backward if checkpointed; once under no_grad
         gradients  to the bit those of the plain chain; `x` need not require one
         peak       one input for each segment, and the largest segment's activations
@@ -130,7 +137,8 @@ def backward_with_snapshots(
         gradients     to the bit those of `loss_fn(layers(x)).backward()`, added to `.grad`; if
                       `x` requires one, of `x` and what it was computed from
         runs          layers `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
-        random state  layers draw the same in each run; all else draws as if each ran once
+        random state  layers draw the same from torch's default generators in each run; all else
+                      draws as if each ran once, after an error too
         peak          `snapshots` activations, and one layer's forward and backward
         freed         afterwards nothing is left but the loss
 
@@ -151,8 +159,9 @@ def backward_with_snapshots(
     Details:
         1. Layers run under the caller's autocast.
         2. It works for 1,200 layers with as many snapshots.
+        3. Under no_grad it raises RuntimeError, or gives the same gradients.
     """
     raise NotImplementedError
 
 
-# untouched stub 358cfa7ac633
+# untouched stub 2b35e70c78ba

@@ -25,31 +25,35 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-        runs          once in the call, and once more in backward if that needs what was computed
+        runs          once in the call, and once more in backward, as far as needed
         gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
-                      require one, of parameters, and of other leaves that `function` uses; where
-                      several meet in one tensor, in any order
+                      require one, of parameters, and of other leaves that `function` uses; several
+                      for one tensor add up in any order
         data          parameters get theirs even if no argument requires one; a function without
                       gradients stops no others
-        kept          until backward the arguments, and nothing computed from them
+        kept          until backward the arguments, and nothing computed from them; then one
+                      checkpoint's inside at a time
         freed         after backward nothing is left, without the garbage collector
-        random state  the second run draws what the first drew; all else draws as after one run
+        random state  the second run draws what the first drew from torch's default generators; all
+                      else draws as after one run
         autocast      in the second run as in the first: on or off, dtype, cache; backward runs
                       in the caller's
         result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
                       other things; tensors may be changed in place
-        no_grad       under no_grad and inference_mode it is the plain call
+        no_grad       under no_grad and inference_mode it is the plain call, whatever the arguments
 
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: what it changes besides, such as batch norm's statistics, changes twice.
-        args: tensors of any dtype; other things are handed on as they are.
+        function: reads the same in both runs, such as training flags; what it changes besides, such
+            as batch norm's statistics, may change twice.
+        args: tensors of any dtype, not made under inference_mode; other things are handed on as
+            they are.
 
     Raises:
         RuntimeError if an argument is changed in place: from the call if `function` does it, from
-        backward if it happens later. TypeError for a tensor hidden in a list, tuple or dict, given
-        or returned; the result itself may be a tuple.
+        a later second run otherwise. TypeError, naming the type, for a tensor hidden in a list,
+        tuple or dict, given or returned.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros.
@@ -60,6 +64,9 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
            as it was.
         6. autograd.grad(), inputs= and create_graph=True: RuntimeError, or right gradients and
            no others.
+        7. A torch.Generator among the arguments draws the same again, too.
+        8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
+           right gradients.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -85,7 +92,7 @@ class _Checkpoint(torch.autograd.Function):
         versions = [tensor._version for tensor in tensors]
         ctx.function, ctx.args = function, [None if isinstance(a, Tensor) else a for a in args]
         ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
-        ctx.random, ctx.autocast = _RandomState(tensors), _AutocastState()
+        ctx.random, ctx.autocast = _RandomState(args), _AutocastState()
         with ctx.autocast.restored(keep_casts=False):
             outputs = function(*args)
         if [tensor._version for tensor in tensors] != versions:
@@ -138,24 +145,29 @@ def _has_tensors(value: Any) -> bool:
 
 
 class _RandomState:
-    """The state of the random number generators that a function on these tensors may use."""
+    """The state of the generators that a function of these arguments may use."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.devices = sorted({t.get_device() for t in tensors if t.is_cuda})
-        self.cpu = torch.get_rng_state()
-        self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
+    def __init__(self, args: Iterable[Any]) -> None:
+        args = [*args]
+        devices = {arg.get_device() for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
+        self.generators = [torch.default_generator]
+        self.generators += [torch.cuda.default_generators[device] for device in sorted(devices)]
+        self.generators += [arg for arg in args if isinstance(arg, torch.Generator)]
+        self.states = [generator.get_state() for generator in self.generators]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As it was; afterwards as it is now, so that the stream goes on."""
-        with torch.random.fork_rng(self.devices):
-            self.restore()
+        now = _RandomState(self.generators)
+        self.restore()
+        try:
             yield
+        finally:
+            now.restore()
 
     def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for device, state in zip(self.devices, self.cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        for generator, state in zip(self.generators, self.states, strict=True):
+            generator.set_state(state)
 
 
 class _AutocastState:
@@ -176,6 +188,11 @@ class _AutocastState:
         # (pytorch#112583). So a run without a graph may leave none behind.
         caches = self.caches and keep_casts
         with ExitStack() as stack:
+            if self.settings != _AutocastState().settings:
+                # A weight that was cast is found again, whatever its dtype. So the caller's go, and
+                # these go before the caller's next.
+                torch.clear_autocast_cache()
+                stack.callback(torch.clear_autocast_cache)
             for device, dtype, enabled in self.settings:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=caches))
             yield
@@ -187,8 +204,8 @@ class _AutocastState:
 def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Tensor:
     """The output of `layers` applied in order to `x`, in checkpointed segments.
 
-        sizes      equal, or differing by one where the division leaves a rest
-        last       the last segment is not checkpointed: backward needs its inside at once
+        sizes      equal, or differing by one
+        last       not checkpointed: backward needs its inside at once
         runs       each layer once, and once more in backward if checkpointed; once under no_grad
         gradients  to the bit those of the plain chain; `x` need not require one
         peak       one input for each segment, and the largest segment's activations
@@ -306,7 +323,8 @@ def backward_with_snapshots(
         gradients     to the bit those of `loss_fn(layers(x)).backward()`, added to `.grad`; if
                       `x` requires one, of `x` and what it was computed from
         runs          layers `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
-        random state  layers draw the same in each run; all else draws as if each ran once
+        random state  layers draw the same from torch's default generators in each run; all else
+                      draws as if each ran once, after an error too
         peak          `snapshots` activations, and one layer's forward and backward
         freed         afterwards nothing is left but the loss
 
@@ -327,26 +345,29 @@ def backward_with_snapshots(
     Details:
         1. Layers run under the caller's autocast.
         2. It works for 1,200 layers with as many snapshots.
+        3. Under no_grad it raises RuntimeError, or gives the same gradients.
     """
     _check_schedule(len(layers), snapshots)
     kept = [_Snapshot(0, x, _RandomState([x]))]
     grad = None  # of the loss by the input of the layer that was done last
-    with _AutocastState().restored(keep_casts=False):
+    with _AutocastState().restored(keep_casts=False), ExitStack() as after:
         for number in reversed(range(len(layers))):
             value = _advance(layers, kept, number, snapshots)
-            leaf = value.detach().requires_grad_(number > 0 or x.requires_grad)
+            trained = value.is_floating_point() or value.is_complex()
+            leaf = value.detach().requires_grad_(trained if number > 0 else x.requires_grad)
             del value
             out = layers[number](leaf)
             if number == len(layers) - 1:
                 out = loss_fn(out)
-                loss, after = out.detach(), _RandomState([x])
-            if out.requires_grad:  # not so for a frozen first layer
+                loss = out.detach()
+                after.callback(_RandomState([x]).restore)
+                out.backward()
+            elif grad is not None and out.requires_grad:  # no gradient gets past integers
                 out.backward(grad)
             del out
             grad = leaf.grad
     if grad is not None:
         x.backward(grad)
-    after.restore()
     return loss
 
 

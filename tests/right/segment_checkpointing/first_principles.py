@@ -135,12 +135,16 @@ class _Rerun:
                 arg = places[id(arg)]
             self.args.append(arg)
         self.function = function
-        self.cursor = _Cursor(_generators(self.tensors))
+        given = [arg for arg in args if isinstance(arg, torch.Generator)]
+        self.cursor = _Cursor(_generators(self.tensors) + given)
         self.autocast = _autocast_as_now()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         args = [tensors[arg.number] if type(arg) is _Place else arg for arg in self.args]
         with ExitStack() as stack:
+            # Neither run may find a weight that was cast to another dtype.
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
             for autocast in self.autocast:
                 stack.enter_context(autocast())
             stack.enter_context(self.cursor.copy().drawing())

@@ -1,6 +1,6 @@
 """The second run sees what the first one saw: random numbers, autocast, arguments, outputs."""
 
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from functools import partial
 
 import pytest
@@ -11,6 +11,7 @@ from torch import nn
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
+from kit.laws.untouched import observed
 from specs.segment_checkpointing import worlds as w
 
 Pair, NAME = namedtuple("Pair", ["first", "second"]), object()
@@ -77,6 +78,15 @@ class TestPart2SecondRun:
             return out.detach()
 
         yield "off, backward inside of bfloat16", off_inside
+
+        def another_around(call):  # autocast looks for a weight that was cast, not for its dtype
+            out = inside(block(torch.float16), twice)(call)
+            with bfloat16:
+                before = layer(x).detach()
+                w.loss_of(out).backward()
+                return layer(before)
+
+        yield "float16, backward inside of bfloat16", another_around
         cast = nn.Linear(4, 4, bias=False)  # of numbers that bfloat16 holds and adds exactly
         nn.init.eye_(cast.weight)
         bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
@@ -121,6 +131,7 @@ class TestPart2SecondRun:
         yield "the argument itself", all_of(lambda x: (x, (x * v).view(-1), x[2:]))
         yield "a tuple of one", all_of(lambda x: (x * v,))
         yield "a namedtuple", all_of(lambda x: Pair(x * v, (x - v).exp()))
+        yield "a result of torch.max", all_of(lambda x: (x * v).max(1))
         yield "one tensor twice", all_of(lambda x: (y := x * v, y))
 
         changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
@@ -218,7 +229,7 @@ class TestPart2SecondRun:
     @pytest.mark.parametrize("run", [1, 2])
     def test_an_error_in_either_run_comes_through(self, answer, device, run, end):
         layer, x = nn.Linear(5, 5).to(device), draw.randn(3, 5, device=device, requires_grad=True)
-        runs, after = [], []
+        runs, after, before = [], [], observed(layer)
 
         def step(ends):
             def function(a):
@@ -226,7 +237,9 @@ class TestPart2SecondRun:
                 out = F.dropout(layer(a), 0.5)
                 return (ends() if len(runs) == run else None, out.exp())[1]
 
-            loss = w.loss_of(answer.checkpoint(function, x))
+            with torch.autocast(device.type, torch.float16, cache_enabled=False):
+                out = answer.checkpoint(function, x)
+            loss = w.loss_of(out)
             draw.seed(8)
             after.append(draw.next_random(device))
             draw.seed(8)
@@ -236,6 +249,27 @@ class TestPart2SecondRun:
         cause = "what is set for the second run is not put back when it fails: use `with`"
         for numbers in after:
             check_equal(draw.next_random(device), numbers, "the next random numbers", cause=cause)
+        check_equal(observed(layer), before, "what is in force afterwards", cause=cause)
+
+    @pytest.mark.survives("checkpoint", 7)
+    @w.as_plain("the generator has gone on when the second run draws from it, or is put back")
+    def test_a_generator_that_is_given_draws_the_same_again(self):
+        x = w.leaf(13, 5)
+        rates = torch.empty(13, 5, device="cpu")
+        noise = lambda a, g: a.exp() * rates.uniform_(generator=g).to(a, copy=True)  # noqa: E731
+        both = lambda a, g: F.dropout(noise(a, g), 0.4)  # noqa: E731
+
+        def drawing(function):
+            def step(call):
+                own = draw.generator(3)
+                out = call(function, call(function, x, own), own)
+                out.sum().backward(retain_graph=True)
+                return noise(out, own)
+
+            return step
+
+        yield "alone", drawing(noise)
+        yield "beside the default one", drawing(both)
 
     @pytest.mark.survives("checkpoint", "Raises")
     @w.refuses("arguments are kept on ctx: only save_for_backward looks for changes in place")
@@ -269,13 +303,26 @@ class TestPart2SecondRun:
         in_place = lambda call: call(nn.ReLU(inplace=True), arguments()[0])  # noqa: E731
         yield "an in-place layer", RuntimeError, in_place
 
+    @pytest.mark.survives("checkpoint", 8)
+    def test_an_overwritten_result_gives_no_wrong_gradients(self, answer, device):
+        x = draw.randn(5, device=device, requires_grad=True)
+        change = lambda a: (h := a.exp(), h.mul_(2))[1]  # noqa: E731
+        came = w.raised(lambda: answer.checkpoint(change, x).sum().backward(), RuntimeError)
+        cause = "hooks on saved tensors: nobody but them compares versions"
+        right = came == "no error" and x.grad.allclose(2 * x.detach().exp())
+        came = "right gradients" if right else came.replace("no error", "wrong gradients")
+        what = "what comes of it: RuntimeError, or right gradients"
+        check_equal(came in ("RuntimeError", "right gradients"), True, what, cause=cause)
+
     @pytest.mark.survives("checkpoint", "Raises")
     def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
         x, runs = draw.randn(5, device=device, requires_grad=True), []
         inside = {"list": [x], "tuple": (1, x), "dict": {"x": x}}
         inside |= {"list of dicts": [{"x": x}], "list, of data": [x.detach()]}
+        inside |= {"namedtuple": Pair(1, x), "OrderedDict": OrderedDict(x=x)}
         for name, hidden in inside.items():
             when, kind = f"for a tensor in a {name}", type(hidden).__name__
+            kind = "" if name == "list of dicts" else kind  # either
             call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, hidden)
             check_raises(call, TypeError, mentions=[kind], when=f"{when} that is given")
             for result in ((hidden,) if isinstance(hidden, tuple) else hidden, (x, 1, hidden)):

@@ -10,6 +10,7 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
+from kit.laws.endings import check_ending
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mlp
 from specs.segment_checkpointing import worlds as w
@@ -49,9 +50,8 @@ def as_plain_backward(answer, device, name, layers, x, snapshots, loss_fn=w.loss
     def step(call):
         return call(layers, before(x) if before else x, loss_fn, snapshots).detach()
 
-    calls = (plain_backward, answer.backward_with_snapshots)
-    want, got = (w.observe(call, step, device) for call in calls)
-    return got, want
+    want = w.plainly(step, device, plain_backward)
+    return w.observe(answer.backward_with_snapshots, step, device), want
 
 
 @scenarios("runs of layers and of the loss")
@@ -61,6 +61,31 @@ def runs(answer, device, name, count, snapshots):
     loss_fn = lambda out: losses.append(1) or w.loss_of(out)  # noqa: E731
     answer.backward_with_snapshots(layers, x, loss_fn, snapshots)
     return [len(log), len(losses)], [count + closed_form(count, snapshots), 1]
+
+
+class Rows(nn.Module):
+    """Indices: no gradient gets past."""
+
+    def forward(self, x):
+        return torch.arange(len(x), device=x.device)
+
+
+class Detached(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+class EndsAt(list):
+    """A log of runs that ends as the caller says in a certain run."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def append(self, number):
+        super().append(number)
+        if len(self) == self.last:
+            self.ends()
 
 
 class WithHead(nn.Linear):
@@ -122,6 +147,10 @@ class TestPart4Snapshots:
             layers[:frozen].requires_grad_(False)
             yield f"data, {frozen} frozen layers", layers, x, 2
             yield f"data from another layer, {frozen} frozen", layers, x, 2, w.loss_of, before
+        for between in (Rows(), Detached()):
+            layers = nn.ModuleList([*w.chain(3, x.device)[0], between, *w.chain(2, x.device)[0]])
+            layers[4] = nn.Embedding(13, 5) if isinstance(between, Rows) else layers[4]
+            yield f"{type(between).__name__} between", layers, x, 2
         words = w.chain(6, x.device)[0]
         words[0] = nn.Embedding(17, 5)
         yield "indices", words, torch.arange(13), 2
@@ -171,15 +200,60 @@ class TestPart4Snapshots:
 
     @pytest.mark.saves("backward_with_snapshots", "freed")
     def test_the_sweep_leaves_nothing_behind(self, answer, reference, device):
-        """Bar: 8 KiB. An input has 32 KiB or more."""
-        layers, x = w.big_chain(10, device)
-        step = lambda call, kept: kept.append(call(layers, x, w.loss_of, 3))  # noqa: E731
+        """Bar: the input, which was computed, + 8 KiB. It has 32 KiB or more."""
+        layers, leaf = w.big_chain(10, device)
+
+        def step(call, kept):
+            kept.append(leaf.exp().sin())
+            kept.append(call(layers, kept[0], w.loss_of, 3))
+
         calls = answer.backward_with_snapshots, reference.backward_with_snapshots
-        read, cause = (
-            w.bytes_left(step, device, layers, x),
-            "an output or a snapshot outlives the call",
+        read = w.bytes_left(step, device, layers, leaf)
+        title, cause = "bytes after the sweep", "an output, a snapshot or a graph outlives the call"
+        w.check_bytes(title, read, calls, leaf.nbytes + 8192, "the input + 8 KiB", cause)
+
+    @pytest.mark.survives("backward_with_snapshots", "random state")
+    @pytest.mark.parametrize("end", ["error", "ctrl_c"])
+    def test_an_error_in_any_run_comes_through_and_changes_nothing(self, answer, device, end):
+        """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later."""
+        layers, head = w.chain(6, device)[0], WithHead(5, 3).to(device)
+        x = draw.randn(13, 5, device=device, requires_grad=True)
+
+        def step(ends, call=answer.backward_with_snapshots):
+            for layer in layers:
+                layer.log = log
+            draw.seed(5)
+            log.ends, _ = ends, log.clear()
+            call(layers, x, head, 2)
+
+        for last in range(1, 6 + closed_form(6, 2) + 1):
+            log = EndsAt(last)
+            check_ending(step, end, lambda: None)
+            got = draw.next_random(device)
+            plain = partial(step, call=plain_backward)
+            check_ending(plain, end if last <= 6 else "success", lambda: None)
+            cause = "the stream of a layer's second run is not put back when it fails: use `with`"
+            what = f"the next random numbers after an error in run {last}"
+            check_equal(got, draw.next_random(device), what, cause=cause)
+
+    @pytest.mark.survives("backward_with_snapshots", 3)
+    def test_gradients_do_not_get_lost_under_no_grad(self, answer, device):
+        layers, x = w.chain(5, device)[0].eval(), draw.randn(13, 5, device=device)
+        plain_backward(layers, x, w.loss_of, 2)
+        want = [p.grad for p in layers.parameters()]
+        layers.zero_grad()
+        try:
+            with torch.no_grad():
+                answer.backward_with_snapshots(layers, x, w.loss_of, 2)
+        except NotImplementedError:
+            raise
+        except RuntimeError:
+            return
+        cause = (
+            "a layer's run that needs a graph takes the caller's mode: torch.enable_grad() there"
         )
-        w.check_bytes("bytes after the sweep", read, calls, 8192, "8 KiB", cause)
+        what = "gradients of the layers, or a RuntimeError"
+        check_equal([p.grad for p in layers.parameters()], want, what, cause=cause)
 
     @pytest.mark.survives("backward_with_snapshots", 1)
     @as_plain_backward("some layers run in another dtype, or on a weight's copy without a graph")
@@ -207,6 +281,6 @@ class TestPart4Snapshots:
         x = draw.randn(3, 5, device=device, requires_grad=True)
         call = partial(answer.backward_with_snapshots, layers, x, w.loss_of, bad[1])
         when = f"for (layers, snapshots) = {bad}"
-        check_raises(call, ValueError, mentions=[min(bad)], when=when)
+        check_raises(call, ValueError, mentions=[bad[1]] if bad[0] else [], when=when)
         cause = "the numbers are checked when layers have run already"
         check_equal(log, [], "layers that ran", cause=cause)

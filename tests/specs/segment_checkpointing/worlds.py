@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.laws.checks import SpecFailure, check_bar, check_equal, same
+from kit.laws.checks import SpecFailure, check_bar, check_equal, fail, same
 from kit.laws.scenarios import scenarios
 from kit.laws.trace import Probe
+from kit.laws.untouched import observed
 from kit.memory.ruler import measure
+
+TWICE = "twice the gradient: an argument is not detached, or counts at each place where it stands"
 
 
 class Layer(nn.Module):
@@ -135,6 +138,7 @@ def observe(call, step, device, runs=1):
         probe.forwards, probe.backwards = [], []
     draw.seed(29)
     random.seed(29)
+    before = observed()
     loss = step(noted)
     results = {f"call {n}": result for n, result in enumerate(noted.results, 1)}
     between = draw.next_random(device)
@@ -144,16 +148,37 @@ def observe(call, step, device, runs=1):
         "results": results,
         "loss": loss.detach(),
         "the random numbers after the forward pass": between,
-        **{f"gradient of {name}": leaf.grad for name, leaf in leaves.items()},
+        **{f"gradient of {name}": strided(leaf.grad) for name, leaf in leaves.items()},
+        "sparse gradients": [n for n, t in leaves.items() if t.grad is not strided(t.grad)],
         "the random numbers after the backward pass": draw.next_random(device),
-        "random state of Python as before": random.getstate() == random.Random(29).getstate(),
+        **{f"{name} as before": now == before[name] for name, now in observed().items()},
         "a graph under no_grad": loss.requires_grad and not torch.is_grad_enabled(),
         "is_leaf, requires_grad": {n: (t.is_leaf, t.requires_grad) for n, t in leaves.items()},
-        "modules": [(repr(m), sorted(vars(m))) for model in modules for m in model.modules()],
+        "modules": [
+            (repr(m), m.training, sorted(vars(m))) for model in modules for m in model.modules()
+        ],
         "noted in the run with a graph": sorted({str(note) for note in noted.notes}),
         "runs": Counter(run for probe in probes for run in probe.forwards * runs),
         "backward": [run for probe in probes for run in probe.backwards],
     }
+
+
+def strided(grad):
+    """Sparse ones made dense, to be compared."""
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def plainly(step, device, call=plain_call, runs=1):
+    """What is seen of plain PyTorch, which no answer that ran before may have broken."""
+    try:
+        return observe(call, step, device, runs)
+    except Exception as error:
+        cause = "an earlier scenario left something behind, such as weights in autocast's cache"
+        expected, got = (
+            "plain PyTorch runs, as in a new process",
+            f"{type(error).__name__}: {error}",
+        )
+        fail(expected=expected, got=got, cause=cause, sure=True)
 
 
 def cause_of(got, want):
@@ -163,7 +188,7 @@ def cause_of(got, want):
     if other.startswith("gradient") and getattr(mine, "shape", 0) == getattr(true, "shape", 1):
         there = ~mine.isnan()
         if bool(there.all()) and bool(true.any()) and same(mine, 2 * true):
-            return "twice the gradient: the argument was not detached"
+            return TWICE
         if not bool(there.all()) and same(mine[there], true[there]):
             return "zeros stand in for a gradient that is not there: 0 times infinity is NaN"
     return None
@@ -196,7 +221,7 @@ def check_not_torchs_own(step):
 @scenarios("the plain step", cause_of)
 def as_plain(answer, device, name, step):
     """A checkpoint, and the plain call in its place."""
-    want = observe(plain_call, step, device, runs=2 if torch.is_grad_enabled() else 1)
+    want = plainly(step, device, runs=2 if torch.is_grad_enabled() else 1)
     return observe(answer.checkpoint, step, device), want
 
 
