@@ -41,8 +41,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: reads the same in both runs, such as training flags; what it changes besides, such
-            as batch norm's statistics, may change twice.
+        function: what it reads, such as training flags, must be the same in both runs; what
+            it changes, such as batch norm's statistics, may change twice.
         args: tensors of any dtype, not made under inference_mode; other things are handed on as
             they are.
 
@@ -164,4 +164,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub 2b35e70c78ba
+# untouched stub 3505f16a810d

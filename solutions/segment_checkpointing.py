@@ -45,8 +45,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: reads the same in both runs, such as training flags; what it changes besides, such
-            as batch norm's statistics, may change twice.
+        function: what it reads, such as training flags, must be the same in both runs; what
+            it changes, such as batch norm's statistics, may change twice.
         args: tensors of any dtype, not made under inference_mode; other things are handed on as
             they are.
 
@@ -188,7 +188,7 @@ class _AutocastState:
         # (pytorch#112583). So a run without a graph may leave none behind.
         caches = self.caches and keep_casts
         with ExitStack() as stack:
-            if self.settings != _AutocastState().settings:
+            if keep_casts:
                 # A weight that was cast is found again, whatever its dtype. So the caller's go, and
                 # these go before the caller's next.
                 torch.clear_autocast_cache()

@@ -86,10 +86,8 @@ class _AutocastState:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            now = _AutocastState().settings
-            if now != self.settings:  # what was cast under these is of no use under those
-                torch.clear_autocast_cache()
-                stack.callback(torch.clear_autocast_cache)
+            stack.callback(torch.clear_autocast_cache)
+            torch.clear_autocast_cache()  # a cast is looked up by its weight, not by its dtype
             for settings in self.settings:
                 stack.enter_context(torch.autocast(**settings))
             yield
