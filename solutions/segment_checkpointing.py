@@ -147,8 +147,7 @@ def _has_tensors(value: Any) -> bool:
 class _RandomState:
     """The state of the generators that a function of these arguments may use."""
 
-    def __init__(self, args: Iterable[Any]) -> None:
-        args = [*args]
+    def __init__(self, args: Sequence[Any]) -> None:
         devices = {arg.get_device() for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
         self.generators = [torch.default_generator]
         self.generators += [torch.cuda.default_generators[device] for device in sorted(devices)]
