@@ -40,12 +40,12 @@ class WindowResult(NamedTuple):
 def accumulate(
     model: nn.Module, micro_batches: Sequence[Batch], loss_fn: LossFn, optimizer: Optimizer
 ) -> Tensor:
-    """One optimizer step on the mean loss over all samples of a window.
+    """One optimizer step on the mean loss over a window's samples.
 
         gradients  those of the window in one batch, up to rounding; older ones do not count
         step       one, with the whole window's gradients, which stay
-        passes     one forward pass for each micro-batch, in order
-        memory     one micro-batch's activations, one set of gradients; no output in backward
+        passes     one forward pass a micro-batch, in order
+        memory     one micro-batch's activations, one set of gradients; backward holds no output
 
         >>> accumulate(model, [(x, y), (more_x, more_y)], F.mse_loss, optimizer)
         tensor(0.6931)
@@ -57,15 +57,17 @@ def accumulate(
         optimizer: holds what is trained, the loss's parameters too.
 
     Returns:
-        That loss, a scalar without a graph.
+        That loss, a new scalar without a graph.
 
     Raises:
         no micro-batch (0); one that is no pair, is empty, or has two lengths.
 
     Details:
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
-        2. A parameter that `optimizer` does not hold, or that is frozen, stays as it is.
-        3. An error in model, loss or optimizer comes through, and no step is taken.
+        2. A parameter that `optimizer` does not hold, or that is frozen, keeps its value.
+        3. An error in model, loss or optimizer comes through: no step is taken, and the next call
+           is like any other.
+        4. Inside an autocast of the caller, its cache keeps no old weights.
     """
     raise NotImplementedError
 
@@ -95,12 +97,13 @@ def accumulate_tokens(
         ignore_index: the target of a token without a label.
 
     Raises:
-        as in `accumulate`; also two shapes, or no labelled token (0).
+        as in `accumulate`; also two shapes, length 0, or no labelled token (0).
 
     Details:
         1. A micro-batch without a labelled token adds nothing, and may be left out.
         2. Targets may be a slice and logits transposed: neither needs to be contiguous.
-        3. Parameters without a gradient, those of others, and errors are as in `accumulate`.
+        3. Parameters without a gradient, those of others, errors, and autocast are as in
+           `accumulate`.
     """
     raise NotImplementedError
 
@@ -120,13 +123,13 @@ def train_epoch(
     scheduler: LRScheduler | None = None,
     max_norm: float | None = None,
 ) -> list[WindowResult]:
-    """Train on all micro-batches, `window` of them to an optimizer step.
+    """Train on all micro-batches, `window` to an optimizer step.
 
-        windows    as in `accumulate`; the last may be shorter: it is divided by what it has
+        windows    as in `accumulate`; the last may be shorter, divided by what it has
         data       no micro-batch is taken before the previous window has stepped
         clipping   once a window, by the norm over all that `optimizer` holds
         scheduler  advances after each step taken
-        end        `grad` is None, after an error too
+        end        `grad` is None, after an error in a window too
 
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
@@ -137,23 +140,24 @@ def train_epoch(
         max_norm: above 0, or None.
 
     Returns:
-        One result for each window.
+        One result a window.
 
     Raises:
         another window, dtype, scaler or max_norm; no micro-batch (0).
 
     Details:
-        1. Parameters without a gradient, and those of others, are as in `accumulate`.
+        1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
+           are dense.
         2. An error, or a bad micro-batch, ends the epoch: windows that were finished count, no
-           other has stepped.
+           other has stepped, and `scaler` is ready for the next epoch.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
            the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has a `scaler`: a window is unscaled once, before norm
            and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
-           stay. Only the scaler knows of it: neither norm nor loss nor weights do.
+           stay. Ask the scaler: neither norm nor loss nor weights tell.
         6. `dtype` holds inside an autocast of the caller too; its cache keeps no old weights.
-        7. The peak is that of `accumulate`, for any number of windows.
+        7. The peak is that of `accumulate`, with one window's data, for any number of windows.
     """
     raise NotImplementedError
 
@@ -168,17 +172,17 @@ def accumulate_on_ranks(
     *,
     ignore_index: int = -100,
 ) -> Tensor:
-    """`accumulate_tokens` over the windows of all ranks together: one step, equal everywhere.
+    """`accumulate_tokens` over the windows of all ranks: one step, equal everywhere.
 
         divisor  labelled tokens of all ranks; DDP averages
-        sends    one all-reduce of at most 8 numbers before the first forward pass, and DDP's own in
-                 the last backward pass
+        sends    one all-reduce of at most 8 numbers before the first forward, and DDP's own in the
+                 last backward
         memory   as in `accumulate`
 
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP, without buffers.
+        model: in DDP, without buffers or a pending backward pass.
 
     Returns:
         This rank's share of the mean loss: the shares add up to it.
@@ -189,9 +193,11 @@ def accumulate_on_ranks(
     Details:
         1. Any micro-batch, the last too, or a whole rank may be without a labelled token.
         2. Ranks are those of `model.process_group`, and other groups are not involved.
-        3. Afterwards DDP synchronises as before, after a refused window too.
-        4. The rank with the bad window names what is bad.
-        5. Old gradients, and parameters without a gradient, are as in `accumulate`.
+        3. Afterwards, after an error too, DDP synchronises as before.
+        4. The rank with the bad window names what is bad. A window that raises when it is read is
+           bad too.
+        5. Old gradients, parameters without a gradient, errors on all ranks, and autocast are as
+           in `accumulate`.
     """
     raise NotImplementedError
 
@@ -220,4 +226,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 9bc62b60308b
+# untouched stub 7382c9f3c937

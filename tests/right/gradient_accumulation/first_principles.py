@@ -165,6 +165,7 @@ def accumulate(
     total = sum(_backward_sum(model, batch, loss_fn, params) for batch in micro_batches)
     _rescale(params, 1 / samples)
     optimizer.step()
+    torch.clear_autocast_cache()
     return total / samples
 
 
@@ -191,6 +192,7 @@ def accumulate_tokens(
         del nll
     _rescale(params, 1 / tokens)
     optimizer.step()
+    torch.clear_autocast_cache()
     return total / tokens
 
 
@@ -245,7 +247,11 @@ def train_epoch(
                 if scaler is None:
                     optimizer.step()
                 else:
-                    scaler.step(optimizer)
+                    try:
+                        scaler.step(optimizer)
+                    except BaseException:
+                        scaler.update(scaler.get_scale())
+                        raise
             if scaler is not None:
                 scaler.update()
             _drop_gradients(params)
@@ -311,4 +317,5 @@ def accumulate_on_ranks(
     total = total + backward(micro_batches[-1])
     _rescale(params, ranks / tokens)  # DDP left sum / ranks
     optimizer.step()
+    torch.clear_autocast_cache()
     return total / tokens

@@ -97,6 +97,7 @@ def accumulate(
     for (inputs, targets), count in zip(micro_batches, counts, strict=True):
         total += _backward(loss_fn(model(inputs), targets) * (count / samples))
     optimizer.step()
+    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     return total
 
 
@@ -119,6 +120,7 @@ def accumulate_tokens(
     for inputs, targets in micro_batches:
         total += _backward(_token_loss_sum(model(inputs), targets, ignore_index) / tokens)
     optimizer.step()
+    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     return total
 
 
@@ -159,6 +161,7 @@ def train_epoch(
             )
         finally:
             optimizer.zero_grad()
+        del batches
     if not results:
         raise ValueError("need at least one micro-batch, got 0")
     return results
@@ -199,7 +202,11 @@ def _train_window(
 
     if scaler is not None:
         scale = scaler.get_scale()
-        scaler.step(optimizer)
+        try:
+            scaler.step(optimizer)
+        except BaseException:
+            scaler.update(scale)  # forgets that these gradients were unscaled
+            raise
         scaler.update()
         skipped = scaler.get_scale() < scale  # it backs off after an overflow, and only then
     else:
@@ -241,7 +248,7 @@ def accumulate_on_ranks(
     tokens = 0
     try:
         tokens = _count_tokens(micro_batches, ignore_index)
-    except ValueError as e:
+    except Exception as e:
         error = e
     stats = torch.tensor([tokens, int(error is not None)], dtype=torch.int64, device=device)
     dist.all_reduce(stats, group=group)
@@ -265,4 +272,5 @@ def accumulate_on_ranks(
             (share * world_size).backward()  # DDP divides the gradients by the world size
             del share
     optimizer.step()
+    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     return total

@@ -40,6 +40,8 @@ from specs.gradient_accumulation.scenarios import (
     only,
     regression,
     repeated,
+    retried,
+    reused_loss,
     sequences,
     sizes,
     tag,
@@ -61,6 +63,25 @@ def _settings(
     return refused(put(dtype=dtype, scaler=scaler), option(**options), mentions=mentions)
 
 
+class PlantedStop(StopIteration):
+    """What an iterator that has come to its end raises, in a loss that reads one."""
+
+
+def trained_in_turn(w: World) -> None:
+    """The second window trains the first weight, and the others train the first bias."""
+
+    def visit(place: str) -> None:
+        visits.append(place)
+        if place == "data" and visits.count(place) in (4, 7):
+            for p in (weight, bias):
+                p.requires_grad_(not p.requires_grad)
+
+    visits = list[str]()
+    weight, bias, *_ = w.model.parameters()
+    weight.requires_grad_(False)
+    w.visits = visit
+
+
 BAD_OPTIONS: dict[str, Row] = {
     **{f"window {n}": _settings(torch.float32, None, str(n), window=n) for n in (0, -3)},
     **{
@@ -77,7 +98,8 @@ BAD_PRECISIONS: dict[str, Row] = {
 FLOAT32: dict[str, Rows] = {
     "windows": {
         "seven micro-batches in windows of 3": (),
-        **{f"windows of {n}": (option(window=n),) for n in (1, 2, 4, 7, 10)},
+        **{f"windows of {n}": (option(window=n),) for n in (2, 4, 7, 10)},
+        "windows of 1, and a loss that is used again": (option(window=1), reused_loss),
         "small last micro-batch": (sizes(4, 4, 4, 4, 4, 1), option(window=2)),
         "the same micro-batch again": (repeated,),
         "samples of several lengths": (sequences,),
@@ -110,6 +132,7 @@ FLOAT32: dict[str, Rows] = {
         "a parameter without a gradient": (unused,),
         "a parameter without a gradient, clipped": (unused, HALF),
         "a frozen parameter": (frozen, HALF),
+        "parameters that are trained in turn": (trained_in_turn,),
         "a foreign parameter": (foreign, HALF, tag("foreign")),
     },
     "errors": {
@@ -117,13 +140,15 @@ FLOAT32: dict[str, Rows] = {
         **failing("loss", 3, 5),
         **failing("step", 1, 2, 3),
         **failing("data", 4, 6, 7),
+        "the loss fails at 5 as an iterator at its end": (fails("loss", 5, PlantedStop),),
         "the backward pass fails at 5": (trained_before, backward_fails(5, Planted)),
+        "the step fails, and the next epoch": (fails("step", 2), retried),
         "the data fail at once": (stale, fails("data", 2), tag("early")),
         "the model fails, a loss with a parameter": (loss_with_a_parameter, fails("model", 5)),
         **bad(NO_PAIRS, 3, 5, 6),
         **bad(NO_PAIRS, 0, 2, tags=["early"]),
     },
-    "options": BAD_OPTIONS | NOTHING,
+    "options": BAD_OPTIONS | {name: (*row, tag("early")) for name, row in NOTHING.items()},
     "precisions": BAD_PRECISIONS,
 }
 SIXTEEN_BITS: dict[str, Rows] = {
@@ -153,6 +178,8 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "the model fails at 5": (trained_before, fails("model", 5)),
         "the data fail at 6": (trained_before, fails("data", 6)),
         "the step fails": (trained_before, fails("step", 2)),
+        "the step fails, and the next epoch": (fails("step", 2), retried),
+        "the model fails, and the next epoch": (fails("model", 5), retried),
     },
 }
 FLOAT16: dict[str, Rows] = {

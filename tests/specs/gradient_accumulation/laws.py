@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -29,9 +30,11 @@ def _clips_an_infinity(want: Trace, w: World) -> bool:
 # What was on the way when an error came is nobody's business, nor are gradients of others.
 _ON_THE_WAY = "passes|loss calls|buffers|random|scaler|steps taken at"
 FREE = (
-    ("kept gradients", lambda _, w: "foreign" in w.tags or "early" in w.tags),
+    ("kept gradients", lambda _, w: bool({"foreign", "frozen", "early"} & w.tags)),
+    ("result|loss calls", lambda _, w: "float64" in w.tags),
+    ("passes back", lambda _, w: "the caller's autocast" in w.tags),
     ("passes|loss calls|random", lambda _, w: "no labels" in w.tags),
-    (_ON_THE_WAY, _broke_off),
+    (_ON_THE_WAY, lambda want, w: _broke_off(want, w) or "retried" in w.tags),
 )
 WINDOW_FREE = (*FREE, ("kept gradients", _broke_off))
 EPOCH_FREE = (
@@ -43,21 +46,28 @@ EPOCH_FREE = (
 )
 
 
-def _rounding(w: World) -> float:
+def rounding(w: World) -> float:
     """16 bits are rounded at every operation; where the share is multiplied in is free."""
-    return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(w.dtype, 1e-4)
+    dtype = torch.bfloat16 if "the caller's autocast" in w.tags else w.dtype
+    return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
 
-def _clauses(gradients: str, step: str, passes: str) -> dict[str, tuple[str | int, str]]:
+def _clauses(
+    gradients: str, step: str, passes: str, autocast: int
+) -> dict[str, tuple[str | int, str]]:
     return {
         "outcome": ("Raises", "this input is not checked, or an error is kept back"),
         "message": ("Raises", "the message does not say which value was wrong"),
         "number of results": ("windows", "one for each window, a short last one too"),
+        "output for": (
+            autocast,
+            "the caller's autocast has copies of weights from before the step",
+        ),
         "optimizer steps": (step, "a step too many, or none"),
         "steps taken at": ("data", "micro-batches are read ahead of the step"),
         "passes forward": (passes, "a pass too many or too few, or in another mode or precision"),
         "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
-        "passes back": (passes, "backward passes are joined, or run under autocast"),
+        "passes back": (passes, "backward passes are joined, missing, or under autocast"),
         "gradients at": (gradients, "another divisor, or stale gradients are in it"),
         "loss": (gradients, "another divisor, another dtype, or it is kept with its graph"),
         "result": (gradients, "another divisor, another dtype, or it is kept with its graph"),
@@ -100,13 +110,16 @@ class WindowLaw(Law):
         return any(hunk.scope in (self.function, *helpers[self.function]) for hunk in mistake.hunks)
 
 
-def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: str) -> Law:
+def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: Any) -> Law:
     found = _clauses(*clauses)
     return WindowLaw(
-        *("gradient_accumulation", oracle_of.__name__, call, oracle_of, base, free),
+        *("gradient_accumulation", oracle_of.__name__),
+        lambda answer, w: oracle.retried(partial(call, answer, w), w),
+        lambda w: oracle.retried(partial(oracle_of, w), w),
+        *(base, free),
         clauses={name: clause for name, (clause, _) in found.items()},
         meanings={name: meaning for name, (_, meaning) in found.items()},
-        rounding=_rounding,
+        rounding=rounding,
     )
 
 
@@ -116,12 +129,14 @@ def _add(law: Law, groups: Mapping[str, Rows], *precisions: str) -> None:
 
 
 ACCUMULATED = _law(
-    _accumulate, oracle.accumulate, window, WINDOW_FREE, "gradients", "step", "passes"
+    _accumulate, oracle.accumulate, window, WINDOW_FREE, "gradients", "step", "passes", 4
 )
 OF_TOKENS = _law(
-    _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window"
+    _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window", 3
 )
-OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, "windows", "windows", "windows")
+OF_AN_EPOCH = _law(
+    _epoch, oracle.train_epoch, epoch, EPOCH_FREE, "windows", "windows", "windows", 6
+)
 _add(ACCUMULATED, ACCUMULATE)
 _add(OF_TOKENS, TOKENS)
 _add(OF_AN_EPOCH, FLOAT32)

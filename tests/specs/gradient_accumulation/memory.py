@@ -4,6 +4,8 @@ activations: 256 rows through four hidden layers of 96 (0.39 MB, three times the
     micro-batches. At most one micro-batch's pass with one set of gradients, and 0.3 G.
 gradients: 24 weights of 64 x 64, 3 rows, 5 micro-batches. At most one micro-batch's pass with one
     set of gradients, and 0.3 G: room for a copy of one gradient at a time, in float64 too.
+data: 64 rows of 4,096 numbers (1 MiB) for a layer of 8, in windows of four that are made when they
+    are asked for. The data of a window, of one micro-batch more, and its pass.
 wide_output: 64 rows of 8,192 logits, L = 2 MiB. In the backward pass there are the
     log-probabilities that the loss has saved, their gradient and that of the logits: 3 L, and the
     gradient of the weight W beside the sum. Logits that a name still holds make 4 L. At most
@@ -34,7 +36,7 @@ CAUSES = {
     "activations": "graphs are kept until the window's end, or micro-batches are joined",
     "gradients": "gradients are copied: backward() adds to what is there by itself",
     "wide_output": "a name still holds the output in the backward pass, or outputs are kept",
-    "data": "micro-batches are all fetched first or kept, or something else of each window",
+    "data": "micro-batches are all fetched first or kept, or a window while the next is taken",
 }
 
 
@@ -68,6 +70,7 @@ def of_samples(name: str, device: torch.device, dtype: torch.dtype = torch.float
         "activations": ((24, 96, 96, 96, 96, 8), 256, 8),
         "gradients": ((64,) * 25, 3, 5),
         "wide_output": ((4, CLASSES), 64, 3),
+        "data": ((4096, 8), 64, 4),
     }[name]
     model = mlp(*widths, device=device)
     inputs = [draw.randn(rows, widths[0], device=device) for _ in range(count)]
@@ -151,16 +154,16 @@ def epoch_of_one_window(module: Any, case: Case, optimizer: torch.optim.Optimize
     )
 
 
-def with_data(case: Case) -> Case:
-    """The limit with the data of one window of two, which are not there before."""
-    data = 2 * bytes_of(*case.batches[0])
-    case.name, case.plain = "data", int(case.limit) + 12 * data
-    case.limit += data
-    case.formula += " and one window's data; plain keeps all data"
+def with_data(device: torch.device) -> Case:
+    """Data are nearly all: those of one window of four, and of a micro-batch that a name holds."""
+    case = of_samples("data", device)
+    data = bytes_of(*case.batches[0])
+    case.plain = int(case.limit) + 12 * data
+    case.limit += 5 * data
+    case.formula += ", and the data of five; plain keeps the data of twelve"
     return case
 
 
-def epoch_of_twelve_windows(module: Any, case: Case, optimizer: torch.optim.Optimizer) -> object:
-    inputs, targets = case.batches[0]
-    data = ((inputs.clone(), targets.clone()) for _ in range(24))
-    return module.train_epoch(case.model, data, case.loss, optimizer, window=2)
+def epoch_of_three_windows(module: Any, case: Case, optimizer: torch.optim.Optimizer) -> object:
+    data = ((x.clone(), y.clone()) for _ in range(3) for x, y in case.batches)
+    return module.train_epoch(case.model, data, case.loss, optimizer, window=4)

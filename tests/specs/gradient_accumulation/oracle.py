@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kit.laws.trace import World
+from kit.laws.trace import Planted, PlantedInterrupt, World
 
 
 class Window(NamedTuple):
@@ -18,12 +19,27 @@ class Window(NamedTuple):
     skipped: bool
 
 
+def retried(call: Callable[[], Any], w: World) -> Any:
+    """The call; where it breaks off in a world of this kind, the next one."""
+    if "retried" in w.tags:
+        try:
+            return call(), "no error"
+        except (Planted, PlantedInterrupt):
+            pass
+    return call()
+
+
 def accumulate(w: World) -> Any:
     """A sample counts 1 / samples of the window."""
     samples = _samples(w.batches)
     _clear(w)
-    loss = sum(_backward(w, *batch, samples) for batch in w.batches)
+    loss = 0
+    for inputs, targets in w.batches:
+        part = w.loss_fn(w.model(inputs), targets) * len(inputs) / samples
+        part.backward()
+        loss += part.detach()
     w.optimizer.step()
+    torch.clear_autocast_cache()
     return loss
 
 
@@ -47,6 +63,7 @@ def accumulate_on_ranks(w: World, rank: int, windows: list[Any]) -> Any:
         if p is not other and p.grad is not None and other.grad is not None:
             p.grad += other.grad
     w.optimizer.step()
+    torch.clear_autocast_cache()
     return loss
 
 
@@ -88,7 +105,7 @@ def _window(w: World, window: list[Any]) -> Window:
     samples, scaler, max_norm = _samples(window), w.grad_scaler, w.options.get("max_norm")
     _clear(w)
     torch.clear_autocast_cache()
-    loss = sum(_backward(w, *batch, samples) for batch in window)
+    parts = [_backward(w, *batch, samples) for batch in window]
     torch.clear_autocast_cache()
     if scaler is not None:
         scaler.unscale_(w.optimizer)
@@ -100,11 +117,15 @@ def _window(w: World, window: list[Any]) -> Window:
             g.mul_(max_norm / norm)
     if scaler is None:
         w.optimizer.step()
-        return Window(loss, norm, False)
+        return Window(sum(parts), norm, False)
     before = scaler.get_scale()
-    scaler.step(w.optimizer)
+    try:
+        scaler.step(w.optimizer)
+    except BaseException:
+        scaler.update(before)
+        raise
     scaler.update()
-    return Window(loss, norm, scaler.get_scale() < before)
+    return Window(sum(parts), norm, scaler.get_scale() < before)
 
 
 def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor:

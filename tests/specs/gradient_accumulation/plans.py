@@ -13,17 +13,27 @@ import torch
 
 from kit.answers.catalogue import Entry
 from kit.laws.law import Law
-from kit.laws.trace import Trace, World, observe
-from kit.laws.twists import Twist, foreign, stale, trained_before, unused
+from kit.laws.trace import PlantedInterrupt, Trace, World, observe
+from kit.laws.twists import Twist, fails, foreign, stale, trained_before, unused
 from specs.gradient_accumulation import oracle
-from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, Shapes, labelled, tokens
+from specs.gradient_accumulation.laws import FREE, rounding
+from specs.gradient_accumulation.scenarios import in_float64, retried, tag, the_callers_autocast
+from specs.gradient_accumulation.tokens import (
+    CLASSES,
+    NO_TOKENS,
+    UNEQUAL,
+    Shapes,
+    labelled,
+    masked,
+    tokens,
+)
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Shapes for each rank; a bad micro-batch of some, with words of the message."""
+    """Shapes for each rank; a bad micro-batch of some, or an error, with words of the message."""
 
     windows: tuple[Shapes, Shapes]
     twists: tuple[Twist, ...] = ()
@@ -32,35 +42,63 @@ class Plan:
     ignore_index: int = -100
     again: bool = False  # the last micro-batch of each rank comes twice
     own_group: bool = False  # each rank's model has a process group of that rank alone
+    bucket_view: bool = False  # gradients are parts of DDP's buckets
 
 
 def _bad(bad: Mapping[int, tuple[Any, ...]], windows: tuple[Shapes, Shapes] | None = None) -> Plan:
     return Plan(windows or UNEVEN, (trained_before,), bad, refused=True)
 
 
+def _unlabelled(*windows: Shapes) -> Plan:
+    """The label of padding is that of a class that the model never gives a chance."""
+    one, other = windows
+    return Plan((one, other), (masked, tag("no labels")), ignore_index=CLASSES - 1)
+
+
+def frozen_in_bfloat16(w: World) -> None:
+    """As where only an adapter is trained."""
+    assert isinstance(w.model, torch.nn.Sequential)
+    w.model[0].to(torch.bfloat16).requires_grad_(False)
+    w.model[0].register_forward_hook(lambda _, args, out: out.float())
+
+
 UNEVEN: tuple[Shapes, Shapes] = (UNEQUAL, ((2, 5, 6),))
+SEVERAL: tuple[Shapes, Shapes] = (UNEQUAL, UNEQUAL[2:])
 NOTHING = (None, "0")
+UNREADABLE = "a micro-batch on a broken disk"
 SHAPES = NO_TOKENS["another length"]
 GROUPS: dict[str, dict[str, Plan]] = {
     "divisor": {
         "12 tokens and 1": Plan((((3, 4, 12),), ((4, 3, 1),))),
         "4 micro-batches and 1": Plan(UNEVEN),
         "1 micro-batch and 3": Plan((((2, 5, 6),), ((1, 4, 3), (3, 3, 8), (2, 2, 1)))),
-        "2,049 tokens and 4": Plan((((3, 700, 2049),), ((1, 4, 4),))),
+        "2,049 tokens and 4, frozen weights in bfloat16": Plan(
+            (((3, 700, 2049),), ((1, 4, 4),)), (frozen_in_bfloat16,)
+        ),
         "the same micro-batch again": Plan(UNEVEN, again=True),
         **{f"ignore_index {n}": Plan(UNEVEN, ignore_index=n) for n in (0, 3)},
     },
     "no labels": {
-        "a rank without labels": Plan((((3, 4, 12), (1, 4, 2)), ((2, 3, 0),))),
-        "the other rank without labels": Plan((((2, 3, 0), (1, 3, 0)), ((3, 4, 12),))),
-        "the last without labels": Plan((((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0)))),
+        "a rank without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 3, 0),)),
+        "the other rank without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
+        "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
     },
     "older": {
         "stale gradients": Plan(UNEVEN, (stale,)),
+        "stale gradients in buckets": Plan(SEVERAL, (stale, unused), bucket_view=True),
         "in the middle of training": Plan(UNEVEN, (trained_before,)),
         "a parameter without a gradient": Plan(UNEVEN, (unused,)),
-        "a foreign parameter": Plan(UNEVEN, (foreign,)),
+        "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
         "eval mode": Plan(UNEVEN, (lambda w: w.model.eval(),)),
+    },
+    "others": {
+        "the model fails in float64, and the next call": Plan(
+            SEVERAL, (in_float64, fails("model", 2), retried)
+        ),
+        "Ctrl-C in the model, and the next call": Plan(
+            SEVERAL, (fails("model", 1, PlantedInterrupt), retried)
+        ),
+        "inside the caller's autocast": Plan(SEVERAL, (the_callers_autocast,)),
     },
     "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "bad": {
@@ -70,6 +108,7 @@ GROUPS: dict[str, dict[str, Plan]] = {
             for rank in (0, 1)
         },
         **{f"no micro-batch on rank {rank}": _bad({rank: NOTHING}) for rank in (0, 1)},
+        "data that cannot be read on rank 1": _bad({1: (UNREADABLE,)}),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
     },
     "names": {
@@ -123,8 +162,9 @@ class RankLaw(Law):
 
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:
-            tags = {"foreign"} if foreign in PLANS[scenario].twists else set[str]()
-            self._right[scenario] = _side_by_side([_right(scenario, n) for n in (0, 1)], tags)
+            rows = [_right(scenario, n) for n in (0, 1)]
+            tags = {tag for row in rows for tag in row.pop("_world").tags}
+            self._right[scenario] = _side_by_side(rows, tags)
         return self._right[scenario]
 
     def _is_about(self, mistake: Entry) -> bool:
@@ -139,9 +179,12 @@ def _right(name: str, rank: int) -> Trace:
     plan = PLANS[name]
     every = [windows(plan)[rank]] if plan.own_group else windows(plan)
     number = 0 if plan.own_group else rank
-    call = partial(oracle.accumulate_on_ranks, rank=number, windows=every)
+
+    def call(w: World) -> Any:
+        return oracle.retried(partial(oracle.accumulate_on_ranks, w, number, every), w)
+
     seen = observe(call, partial(scenario, name, rank), CPU)
-    flags = [m.training for m in seen.pop("_world").model.modules()]
+    flags = [m.training for m in seen["_world"].model.modules()]
     del seen["_error"]
     return {
         **seen,
@@ -167,6 +210,7 @@ _CLAUSES: dict[str, tuple[str | int, str]] = {
     "optimizer steps": ("divisor", "a rank does not step, or steps at each micro-batch"),
     "gradients at": ("divisor", "a rank's loss is not its sum over tokens by those of all"),
     "result": ("Returns", "it is no share of the mean over the tokens of all ranks"),
+    "output for": (5, "the caller's autocast has copies of weights from before the step"),
     "kept gradients": ("Raises", "this rank has begun its window before it knew of the others"),
     "synchronises": (3, "no_sync() is entered and not left, or its flag is set by hand"),
     "training flags": ("untouched", "train() or eval() is called"),
@@ -178,9 +222,10 @@ ON_RANKS = RankLaw(
     lambda answer, w: None,
     lambda w: None,
     tokens,
-    (("kept gradients", lambda _, w: "foreign" in w.tags),),
+    FREE,
     {name: clause for name, (clause, _) in _CLAUSES.items()},
     {name: meaning for name, (_, meaning) in _CLAUSES.items()},
+    rounding,
 )
 ON_RANKS.groups = {group: [*plans] for group, plans in GROUPS.items()}
 ON_RANKS.scenarios = dict.fromkeys(PLANS, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,35 +12,57 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kit.laws.trace import Trace, World, observe
+from kit.laws.trace import Planted, Trace, World, observe
 from kit.private_torch import data_version
 from kit.ranks.collectives import collectives
-from specs.gradient_accumulation import memory
-from specs.gradient_accumulation.plans import CPU, PLANS, scenario
+from specs.gradient_accumulation import memory, oracle
+from specs.gradient_accumulation.plans import CPU, PLANS, UNREADABLE, scenario
 from specs.gradient_accumulation.tokens import UNEQUAL, labelled, language_model
+
+
+class Window(Sequence[Any]):
+    """Micro-batches that are read when somebody asks for them."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, at: Any) -> Any:
+        if self.batches[at] is UNREADABLE:
+            raise Planted("the disk is broken")
+        return self.batches[at]
 
 
 def observed(answer: Any, rank: int, name: str) -> Trace:
     """All that is seen of a call on this rank; an error that nobody wants is raised."""
+    plan = PLANS[name]
 
     def call(world: World) -> Any:
-        size, own = dist.get_world_size(), PLANS[name].own_group
-        model = DDP(world.model, process_group=_groups_of_one(size)[rank] if own else None)
+        group = _groups_of_one(dist.get_world_size())[rank] if plan.own_group else None
+        model = DDP(world.model, process_group=group, gradient_as_bucket_view=plan.bucket_view)
+        window = Window(world.batches)
         tensors = [t for batch in world.batches for t in batch if isinstance(t, Tensor)]
         before = [data_version(t) for t in tensors]
-        try:
-            return answer.accumulate_on_ranks(
-                model, world.batches, world.optimizer, **world.options
-            )
-        finally:
-            world.notes["training flags"] = [m.training for m in world.model.modules()]
-            world.notes["data untouched"] = [data_version(t) for t in tensors] == before
-            world.notes["synchronises"] = model.require_backward_grad_sync
+        world.notes["synchronises"] = True
+
+        def once() -> Any:
+            try:
+                return answer.accumulate_on_ranks(model, window, world.optimizer, **world.options)
+            finally:
+                world.notes["training flags"] = [m.training for m in world.model.modules()]
+                world.notes["data untouched"] = [data_version(t) for t in tensors] == before
+                world.notes["synchronises"] &= model.require_backward_grad_sync
+
+        return oracle.retried(once, world)
 
     seen = observe(call, lambda: scenario(name, rank), CPU)
     world, error = seen.pop("_world"), seen.pop("_error")
-    if error is not None and not (isinstance(error, ValueError) and PLANS[name].refused):
-        raise error
+    if error is not None:
+        if not (isinstance(error, (ValueError, Planted)) and plan.refused):
+            raise error
+        seen["outcome"] = "ValueError"  # or that which was met when the window was read
     return seen | {"message": all(word in str(error) for word in world.mentions)}
 
 

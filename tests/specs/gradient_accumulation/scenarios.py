@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from kit.laws.twists import (
     fails,
     foreign,
     frozen,
-    in_lists,
     insert,
+    inside_autocast,
     loss_with_a_parameter,
     put,
     refused,
@@ -80,6 +81,51 @@ def dropout(**mode: bool) -> Row:
     return (insert(lambda: nn.Dropout(0.5), **mode),)
 
 
+class Pair(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+
+def pairs(w: World) -> None:
+    """A tuple of micro-batches, in lists and named tuples in turn, as a DataLoader makes them."""
+    w.after.append(
+        lambda w: put(batches=(*(Pair(*b) if n % 2 else [*b] for n, b in enumerate(w.batches)),))(w)
+    )
+
+
+def in_float64(w: World) -> None:
+    """The model, and data that are numbers of its kind."""
+    w.model.double()
+    w.batches = [[t.double() if t.is_floating_point() else t for t in b] for b in w.batches]
+    w.tags.add("float64")
+
+
+def the_callers_autocast(w: World) -> None:
+    inside_autocast(torch.bfloat16)(w)
+    w.tags.add("the caller's autocast")
+
+
+def reused_loss(w: World) -> None:
+    """The loss keeps its last result, and the caller sets that to zero after the call."""
+    inner, last = w.loss, list[Tensor]()
+
+    def loss(*args: Tensor) -> Tensor:
+        last[:] = [inner(*args)]
+        return last[0]
+
+    @contextmanager
+    def outer() -> Iterator[None]:
+        yield
+        last[0].detach().zero_()
+
+    w.loss, w.outer = loss, outer
+
+
+def retried(w: World) -> None:
+    """After the planted error the same call is made again, which meets none."""
+    w.tags ^= {"planted", "retried"}
+
+
 MODES: dict[str, Row] = {
     "dropout in train mode": dropout(),
     "dropout in eval mode": dropout(train=False),
@@ -93,7 +139,8 @@ STEPS: dict[str, Row] = {
     "in the middle of training": (trained_before,),
     "Adam": (put(adam={"lr": 0.01}), trained_before),
     "a group for each parameter": (put(groups=True),),
-    "pairs in lists": (in_lists,),
+    "pairs in lists and named tuples": (pairs,),
+    "a model in float64": (in_float64, trained_before),
     "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
 }
 OLDER: dict[str, Row] = {
@@ -106,7 +153,7 @@ OWN_LOSS: dict[str, Row] = {
 }
 NO_GRADIENT: dict[str, Row] = {"a parameter without a gradient": (unused,)}
 FOREIGN: dict[str, Row] = {
-    "a frozen parameter": (frozen, stale),
+    "a frozen parameter": (frozen, stale, tag("frozen")),
     "a foreign parameter": (foreign, tag("foreign")),
 }
 
@@ -141,7 +188,10 @@ ERRORS = {
     **failing("step", 1),
     "the backward pass fails at 2": (trained_before, backward_fails(2, Planted)),
     "Ctrl-C in the backward pass": (trained_before, backward_fails(3, PlantedInterrupt)),
+    "the model fails, and the next call": (stale, fails("model", 2), retried),
+    "Ctrl-C in the step, and the next call": (fails("step", 1, PlantedInterrupt), retried),
 }
+AUTOCAST = {"inside the caller's autocast": (the_callers_autocast,)}
 NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
     "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),
@@ -172,7 +222,7 @@ NOTHING: dict[str, Row] = {"no micro-batch": refused(lambda w: w.batches.clear()
 ACCUMULATE: dict[str, Rows] = {
     "window": {
         "9, 1 and 4 samples": (),
-        "one micro-batch": (only(0),),
+        "one micro-batch, and a loss that is used again": (only(0), reused_loss),
         "micro-batches of one size, the last smaller": (sizes(3, 3, 3, 3, 2),),
         "12 micro-batches": (sizes(*range(1, 13)),),
         "the same micro-batch again": (repeated,),
@@ -186,5 +236,6 @@ ACCUMULATE: dict[str, Rows] = {
     "no gradient": NO_GRADIENT,
     "foreign": FOREIGN,
     "errors": ERRORS | failing("loss", 1, 3),
+    "autocast": AUTOCAST,
     "bad": {**bad(NO_PAIRS, 0, 1, 2), **NOTHING},
 }

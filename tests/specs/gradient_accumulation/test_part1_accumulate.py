@@ -86,6 +86,11 @@ class TestPart1Accumulate:
     def test_an_error_comes_through_and_no_step_is_taken(self, answer, device):
         ACCUMULATED.hold(answer, device, "errors")
 
+    @pytest.mark.survives("accumulate", 4)
+    def test_the_callers_autocast_sees_the_weights_after_the_step(self, answer, device):
+        """It keeps copies of the weights until its block ends, which may be that of training."""
+        ACCUMULATED.hold(answer, device, "autocast")
+
     @pytest.mark.survives("accumulate", "Raises")
     def test_refuses_a_bad_micro_batch_anywhere_before_anything_is_changed(self, answer, device):
         ACCUMULATED.hold(answer, device, "bad")

@@ -59,8 +59,9 @@ class TestPart4AccumulateOnRanks:
         ON_RANKS.hold_on(world, answer, "divisor")
 
     @pytest.mark.exact("accumulate_on_ranks", 5)
-    def test_a_window_on_ranks_starts_without_gradients(self, answer, world):
+    def test_old_gradients_errors_and_autocast_are_as_in_accumulate(self, answer, world):
         ON_RANKS.hold_on(world, answer, "older")
+        ON_RANKS.hold_on(world, answer, "others")
 
     @pytest.mark.saves("accumulate_on_ranks", "sends")
     @pytest.mark.parametrize("count", [1, 4])

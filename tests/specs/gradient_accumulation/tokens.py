@@ -66,9 +66,18 @@ def transposed(w: World) -> None:
     w.model.register_forward_hook(lambda _, args, logits: logits.mT.contiguous().mT)
 
 
+def masked(w: World) -> None:
+    """The last class is padding: no target, and the model never gives it a chance."""
+    mask = torch.zeros(CLASSES)
+    mask[-1] = -torch.inf
+    w.model.register_forward_hook(lambda _, args, logits: logits + mask.to(logits.device))
+
+
 def no_labels(at: int) -> Row:
     """Micro-batch `at` of four has no label."""
-    return (of(*UNEQUAL[:at], (2, 3, 0), *UNEQUAL[at:3]), tag("no labels"))
+    shapes, padding = [*UNEQUAL[:at], (2, 3, 0), *UNEQUAL[at:3]], CLASSES - 1
+    chosen = (of(*shapes, ignore_index=padding), option(ignore_index=padding))
+    return (*chosen, masked, tag("no labels"))
 
 
 def rows(one: float, other: float) -> Tensor:
@@ -117,6 +126,6 @@ TOKENS: dict[str, Rows] = {
         "logits transposed": (transposed,),
         "as many places as classes": (of((1, 5, 3), (3, 5, 8)), transposed),
     },
-    "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS,
+    "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS | of_samples.AUTOCAST,
     "bad": {**bad(NO_TOKENS, 0, 1, 3), **of_samples.NOTHING, **NO_LABEL},
 }
