@@ -40,7 +40,6 @@ from specs.gradient_accumulation.scenarios import (
     only,
     regression,
     repeated,
-    retried,
     reused_loss,
     sequences,
     sizes,
@@ -61,10 +60,6 @@ def _settings(
     dtype: object = torch.float32, scaler: object = None, *mentions: str, **options: object
 ) -> Row:
     return refused(put(dtype=dtype, scaler=scaler), option(**options), mentions=mentions)
-
-
-class PlantedStop(StopIteration):
-    """What an iterator that has come to its end raises, in a loss that reads one."""
 
 
 def trained_in_turn(w: World) -> None:
@@ -140,9 +135,9 @@ FLOAT32: dict[str, Rows] = {
         **failing("loss", 3, 5),
         **failing("step", 1, 2, 3),
         **failing("data", 4, 6, 7),
-        "the loss fails at 5 as an iterator at its end": (fails("loss", 5, PlantedStop),),
+        "the loss fails at 5 as an iterator at its end": (fails("loss", 5, StopIteration),),
         "the backward pass fails at 5": (trained_before, backward_fails(5, Planted)),
-        "the step fails, and the next epoch": (fails("step", 2), retried),
+        "the step fails, and the next epoch": (fails("step", 2), tag("retried")),
         "the data fail at once": (stale, fails("data", 2), tag("early")),
         "the model fails, a loss with a parameter": (loss_with_a_parameter, fails("model", 5)),
         **bad(NO_PAIRS, 3, 5, 6),
@@ -178,8 +173,8 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "the model fails at 5": (trained_before, fails("model", 5)),
         "the data fail at 6": (trained_before, fails("data", 6)),
         "the step fails": (trained_before, fails("step", 2)),
-        "the step fails, and the next epoch": (fails("step", 2), retried),
-        "the model fails, and the next epoch": (fails("model", 5), retried),
+        "the step fails, and the next epoch": (fails("step", 2), tag("retried")),
+        "the model fails, and the next epoch": (fails("model", 5), tag("retried")),
     },
 }
 FLOAT16: dict[str, Rows] = {

@@ -59,10 +59,7 @@ def _clauses(
         "outcome": ("Raises", "this input is not checked, or an error is kept back"),
         "message": ("Raises", "the message does not say which value was wrong"),
         "number of results": ("windows", "one for each window, a short last one too"),
-        "output for": (
-            autocast,
-            "the caller's autocast has copies of weights from before the step",
-        ),
+        "output for": (autocast, "the caller's autocast keeps copies of older weights"),
         "optimizer steps": (step, "a step too many, or none"),
         "steps taken at": ("data", "micro-batches are read ahead of the step"),
         "passes forward": (passes, "a pass too many or too few, or in another mode or precision"),
@@ -134,9 +131,7 @@ ACCUMULATED = _law(
 OF_TOKENS = _law(
     _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window", 3
 )
-OF_AN_EPOCH = _law(
-    _epoch, oracle.train_epoch, epoch, EPOCH_FREE, "windows", "windows", "windows", 6
-)
+OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, *["windows"] * 3, 6)
 _add(ACCUMULATED, ACCUMULATE)
 _add(OF_TOKENS, TOKENS)
 _add(OF_AN_EPOCH, FLOAT32)

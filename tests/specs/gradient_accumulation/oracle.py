@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,10 @@ class Window(NamedTuple):
 
 
 def retried(call: Callable[[], Any], w: World) -> Any:
-    """The call; where it breaks off in a world of this kind, the next one."""
-    if "retried" in w.tags:
-        try:
-            return call(), "no error"
-        except (Planted, PlantedInterrupt):
-            pass
+    """The call; in a world of this kind the next one, which comes after the planted error."""
+    with suppress(Planted, PlantedInterrupt) if "retried" in w.tags else nullcontext():
+        return call()
+    w.tags.discard("planted")
     return call()
 
 
@@ -33,11 +32,7 @@ def accumulate(w: World) -> Any:
     """A sample counts 1 / samples of the window."""
     samples = _samples(w.batches)
     _clear(w)
-    loss = 0
-    for inputs, targets in w.batches:
-        part = w.loss_fn(w.model(inputs), targets) * len(inputs) / samples
-        part.backward()
-        loss += part.detach()
+    loss = sum(_add(w.loss_fn(w.model(x), y) * len(x) / samples) for x, y in w.batches)
     w.optimizer.step()
     torch.clear_autocast_cache()
     return loss
@@ -141,9 +136,12 @@ def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor
 def _token_backward(w: World, model: Any, inputs: Tensor, targets: Tensor, tokens: int) -> Tensor:
     logits, ignored = model(inputs).flatten(0, 1), w.options.get("ignore_index", -100)
     losses = F.cross_entropy(logits, targets.flatten(), ignore_index=ignored, reduction="none")
-    loss = losses.sum() / tokens
-    loss.backward()
-    return loss.detach()
+    return _add(losses.sum() / tokens)
+
+
+def _add(part: Tensor) -> Tensor:
+    part.backward()
+    return part.detach()
 
 
 def _held(w: World) -> list[Tensor]:

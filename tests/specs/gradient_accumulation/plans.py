@@ -17,16 +17,8 @@ from kit.laws.trace import PlantedInterrupt, Trace, World, observe
 from kit.laws.twists import Twist, fails, foreign, stale, trained_before, unused
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.laws import FREE, rounding
-from specs.gradient_accumulation.scenarios import in_float64, retried, tag, the_callers_autocast
-from specs.gradient_accumulation.tokens import (
-    CLASSES,
-    NO_TOKENS,
-    UNEQUAL,
-    Shapes,
-    labelled,
-    masked,
-    tokens,
-)
+from specs.gradient_accumulation.scenarios import AUTOCAST, in_float64, tag
+from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, Shapes, labelled, masked, tokens
 
 CPU = torch.device("cpu")
 
@@ -49,10 +41,8 @@ def _bad(bad: Mapping[int, tuple[Any, ...]], windows: tuple[Shapes, Shapes] | No
     return Plan(windows or UNEVEN, (trained_before,), bad, refused=True)
 
 
-def _unlabelled(*windows: Shapes) -> Plan:
-    """The label of padding is that of a class that the model never gives a chance."""
-    one, other = windows
-    return Plan((one, other), (masked, tag("no labels")), ignore_index=CLASSES - 1)
+def _unlabelled(*windows: Any) -> Plan:
+    return Plan(windows, (masked, tag("no labels")), ignore_index=4)
 
 
 def frozen_in_bfloat16(w: World) -> None:
@@ -89,16 +79,15 @@ GROUPS: dict[str, dict[str, Plan]] = {
         "in the middle of training": Plan(UNEVEN, (trained_before,)),
         "a parameter without a gradient": Plan(UNEVEN, (unused,)),
         "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
+        "inside the caller's autocast": Plan(SEVERAL, AUTOCAST["bfloat16"]),
         "eval mode": Plan(UNEVEN, (lambda w: w.model.eval(),)),
     },
-    "others": {
-        "the model fails in float64, and the next call": Plan(
-            SEVERAL, (in_float64, fails("model", 2), retried)
-        ),
-        "Ctrl-C in the model, and the next call": Plan(
-            SEVERAL, (fails("model", 1, PlantedInterrupt), retried)
-        ),
-        "inside the caller's autocast": Plan(SEVERAL, (the_callers_autocast,)),
+    "after errors": {
+        name: Plan(SEVERAL, (*twists, tag("retried")))
+        for name, *twists in (
+            ("the model fails in float64, and the next call", in_float64, fails("model", 2)),
+            ("Ctrl-C in the model, and the next call", fails("model", 1, PlantedInterrupt)),
+        )
     },
     "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "bad": {
@@ -210,7 +199,7 @@ _CLAUSES: dict[str, tuple[str | int, str]] = {
     "optimizer steps": ("divisor", "a rank does not step, or steps at each micro-batch"),
     "gradients at": ("divisor", "a rank's loss is not its sum over tokens by those of all"),
     "result": ("Returns", "it is no share of the mean over the tokens of all ranks"),
-    "output for": (5, "the caller's autocast has copies of weights from before the step"),
+    "output for": (5, "the caller's autocast keeps copies of older weights"),
     "kept gradients": ("Raises", "this rank has begun its window before it knew of the others"),
     "synchronises": (3, "no_sync() is entered and not left, or its flag is set by hand"),
     "training flags": ("untouched", "train() or eval() is called"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import UserList
 from typing import Any
 
 import torch
@@ -20,19 +20,13 @@ from specs.gradient_accumulation.plans import CPU, PLANS, UNREADABLE, scenario
 from specs.gradient_accumulation.tokens import UNEQUAL, labelled, language_model
 
 
-class Window(Sequence[Any]):
+class Window(UserList[Any]):
     """Micro-batches that are read when somebody asks for them."""
 
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
     def __getitem__(self, at: Any) -> Any:
-        if self.batches[at] is UNREADABLE:
+        if self.data[at] is UNREADABLE:
             raise Planted("the disk is broken")
-        return self.batches[at]
+        return self.data[at]
 
 
 def observed(answer: Any, rank: int, name: str) -> Trace:
@@ -130,17 +124,3 @@ def peak(answer: Any, rank: int, case: str) -> int:
     memory.peak(made, call, answer)
     made.model.zero_grad()
     return memory.peak(made, call, answer)
-
-
-def then_plain(answer: Any, rank: int, name: str) -> Tensor:
-    """A window, refused or not, and then an ordinary step of DDP: each rank with its own data."""
-    world = scenario(name, rank).ready(CPU)
-    model = DDP(world.model)
-    try:
-        answer.accumulate_on_ranks(model, world.batches, world.optimizer)
-    except ValueError:
-        if not PLANS[name].refused:
-            raise
-    world.optimizer.zero_grad()
-    model(torch.full((2, 3), rank)).square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

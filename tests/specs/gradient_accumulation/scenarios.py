@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import itertools
+from collections import namedtuple
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +83,13 @@ def dropout(**mode: bool) -> Row:
     return (insert(lambda: nn.Dropout(0.5), **mode),)
 
 
-class Pair(NamedTuple):
-    inputs: Tensor
-    targets: Tensor
+Pair = namedtuple("Pair", "inputs targets")
 
 
 def pairs(w: World) -> None:
     """A tuple of micro-batches, in lists and named tuples in turn, as a DataLoader makes them."""
-    w.after.append(
-        lambda w: put(batches=(*(Pair(*b) if n % 2 else [*b] for n, b in enumerate(w.batches)),))(w)
-    )
+    makers = itertools.cycle([list, Pair._make])
+    w.after.append(lambda w: put(batches=(*(next(makers)(b) for b in w.batches),))(w))
 
 
 def in_float64(w: World) -> None:
@@ -100,30 +99,16 @@ def in_float64(w: World) -> None:
     w.tags.add("float64")
 
 
-def the_callers_autocast(w: World) -> None:
-    inside_autocast(torch.bfloat16)(w)
-    w.tags.add("the caller's autocast")
-
-
 def reused_loss(w: World) -> None:
-    """The loss keeps its last result, and the caller sets that to zero after the call."""
-    inner, last = w.loss, list[Tensor]()
+    """The loss keeps its results, which are set to zero after the call."""
+    inner, after = w.loss, ExitStack()
 
     def loss(*args: Tensor) -> Tensor:
-        last[:] = [inner(*args)]
-        return last[0]
+        result = inner(*args)
+        after.callback(result.detach().zero_)
+        return result
 
-    @contextmanager
-    def outer() -> Iterator[None]:
-        yield
-        last[0].detach().zero_()
-
-    w.loss, w.outer = loss, outer
-
-
-def retried(w: World) -> None:
-    """After the planted error the same call is made again, which meets none."""
-    w.tags ^= {"planted", "retried"}
+    w.loss, w.outer = loss, lambda: after
 
 
 MODES: dict[str, Row] = {
@@ -188,10 +173,13 @@ ERRORS = {
     **failing("step", 1),
     "the backward pass fails at 2": (trained_before, backward_fails(2, Planted)),
     "Ctrl-C in the backward pass": (trained_before, backward_fails(3, PlantedInterrupt)),
-    "the model fails, and the next call": (stale, fails("model", 2), retried),
-    "Ctrl-C in the step, and the next call": (fails("step", 1, PlantedInterrupt), retried),
+    "the model fails, and the next call": (stale, fails("model", 2), tag("retried")),
+    "Ctrl-C in the step, and the next call": (
+        fails("step", 1, PlantedInterrupt),
+        tag("retried"),
+    ),
 }
-AUTOCAST = {"inside the caller's autocast": (the_callers_autocast,)}
+AUTOCAST = {"bfloat16": (inside_autocast(torch.bfloat16), tag("the caller's autocast"))}
 NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
     "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),
