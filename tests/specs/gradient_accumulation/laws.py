@@ -56,7 +56,10 @@ def _clauses(
     gradients: str, step: str, passes: str, autocast: int
 ) -> dict[str, tuple[str | int, str]]:
     return {
-        "outcome": ("Raises", "this input is not checked, or an error is kept back"),
+        "outcome": (
+            "Raises",
+            "this input is not checked, an error is kept back, or hooks do not run",
+        ),
         "message": ("Raises", "the message does not say which value was wrong"),
         "number of results": ("windows", "one for each window, a short last one too"),
         "output for": (autocast, "the caller's autocast keeps copies of older weights"),
@@ -66,8 +69,8 @@ def _clauses(
         "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
         "passes back": (passes, "backward passes are joined, missing, or under autocast"),
         "gradients at": (gradients, "another divisor, or stale gradients are in it"),
-        "loss": (gradients, "another divisor, another dtype, or it is kept with its graph"),
-        "result": (gradients, "another divisor, another dtype, or it is kept with its graph"),
+        "loss": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
+        "result": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
         "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
         "grad_norm": ("clipping", "it is scaled still, clipped, or not over all that was trained"),
         "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),

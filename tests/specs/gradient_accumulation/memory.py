@@ -34,7 +34,7 @@ CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_outpu
 OF_TOKENS = pytest.mark.parametrize("case", ["gradients", "wide_output"])
 CAUSES = {
     "activations": "graphs are kept until the window's end, or micro-batches are joined",
-    "gradients": "gradients are copied: backward() adds to what is there by itself",
+    "gradients": "gradients are copied: sums, norms and clipping need no second set",
     "wide_output": "a name still holds the output in the backward pass, or outputs are kept",
     "data": "micro-batches are all fetched first or kept, or a window while the next is taken",
 }

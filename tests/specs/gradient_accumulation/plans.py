@@ -17,7 +17,7 @@ from kit.laws.trace import PlantedInterrupt, Trace, World, observe
 from kit.laws.twists import Twist, fails, foreign, stale, trained_before, unused
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.laws import FREE, rounding
-from specs.gradient_accumulation.scenarios import AUTOCAST, in_float64, tag
+from specs.gradient_accumulation.scenarios import IN_AUTOCAST, in_float64, tag
 from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, Shapes, labelled, masked, tokens
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ GROUPS: dict[str, dict[str, Plan]] = {
         "in the middle of training": Plan(UNEVEN, (trained_before,)),
         "a parameter without a gradient": Plan(UNEVEN, (unused,)),
         "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
-        "inside the caller's autocast": Plan(SEVERAL, AUTOCAST["bfloat16"]),
+        "inside the caller's autocast": Plan(SEVERAL, IN_AUTOCAST),
         "eval mode": Plan(UNEVEN, (lambda w: w.model.eval(),)),
     },
     "after errors": {
@@ -197,7 +197,10 @@ _CLAUSES: dict[str, tuple[str | int, str]] = {
     "outcome": ("Raises", "this input is not checked, or one rank does not raise"),
     "message": (4, "the message does not say which value was wrong on this rank"),
     "optimizer steps": ("divisor", "a rank does not step, or steps at each micro-batch"),
-    "gradients at": ("divisor", "a rank's loss is not its sum over tokens by those of all"),
+    "gradients at": (
+        "divisor",
+        "another divisor than the tokens of all, or DDP's hooks are passed by",
+    ),
     "result": ("Returns", "it is no share of the mean over the tokens of all ranks"),
     "output for": (5, "the caller's autocast keeps copies of older weights"),
     "kept gradients": ("Raises", "this rank has begun its window before it knew of the others"),

@@ -179,7 +179,8 @@ ERRORS = {
         tag("retried"),
     ),
 }
-AUTOCAST = {"bfloat16": (inside_autocast(torch.bfloat16), tag("the caller's autocast"))}
+IN_AUTOCAST: Row = (inside_autocast(torch.bfloat16), tag("the caller's autocast"))
+AUTOCAST = {"inside the caller's autocast": IN_AUTOCAST}
 NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
     "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),
