@@ -32,7 +32,8 @@ _ON_THE_WAY = "passes|loss calls|buffers|random|scaler|steps taken at"
 FREE = (
     ("kept gradients", lambda _, w: bool({"foreign", "frozen", "early"} & w.tags)),
     ("result|loss calls", lambda _, w: "float64" in w.tags),
-    ("passes back", lambda _, w: "the caller's autocast" in w.tags),
+    # Gradients in 16 bits are rounded where a share is multiplied in; the weights show the step.
+    ("passes back|gradients|kept|optimizer state", lambda _, w: "the caller's autocast" in w.tags),
     ("passes|loss calls|random", lambda _, w: "no labels" in w.tags),
     (_ON_THE_WAY, lambda want, w: _broke_off(want, w) or "retried" in w.tags),
 )
