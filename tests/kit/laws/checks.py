@@ -200,7 +200,7 @@ def check_raises(
             fail(
                 expected=f"{expected}, and torch's random stream where it was",
                 got="the stream has moved",
-                cause="it begins before everything is checked: numbers are drawn, or a state is loaded",
+                cause="it begins before everything is checked: it draws, or loads a state",
             )
         return
     fail(expected=expected, got="no error", cause=cause)
