@@ -69,8 +69,8 @@ def _padded(shard: Any, ranks: int) -> Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """What the state dict has, whole."""
-    return full(model.state_dict())
+    """The tensors that the state dict has, whole."""
+    return full({n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)})
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -124,9 +124,9 @@ def check_untouched(
     )
 
 
-def _local(value: Tensor | None) -> Tensor | None:
-    if value is None:
-        return None
+def _local(value: Any) -> Any:
+    if not isinstance(value, Tensor):  # extra state, or no gradient
+        return value
     local: Tensor = value.to_local() if hasattr(value, "to_local") else value
     return local.detach().clone()
 
