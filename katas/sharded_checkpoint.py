@@ -3,7 +3,9 @@
 A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows of each parameter,
 rounded up. All ranks of the job call these functions together, with the same arguments.
 
-    together   an error on any rank raises on every rank; none is left waiting
+    together   an error on any rank, Ctrl-C too, raises on every rank, on the others of any type;
+               none is left waiting
+    untouched  gradients, modes and the random state, unless a line says otherwise
 
 Errors are ValueError unless it says otherwise, name the offending value, and are raised before
 anything is changed.
@@ -40,7 +42,7 @@ def build(
                    `model.modules()`: the same bits on any number of ranks
         units      fully_shard has each block, inner ones too, and the model for the rest
         optimizer  made of the shards
-        memory     a rank holds at most its shards, the buffers, and what two units have
+        memory     a rank holds at most its shards, the buffers, and two units whole
 
         >>> model, optimizer = build(GPT, mesh, Block, init, torch.optim.AdamW)
 
@@ -48,13 +50,14 @@ def build(
         make_model: called once, under the meta device.
         mesh: one-dimensional, over all ranks.
         block_types: classes of the blocks; subclasses count.
-        init: sets the parameters and buffers of one module in place, not those of its children.
-        make_optimizer: called once, with the parameters.
+        init: sets all parameters and buffers of one module in place, not those of its children.
+        make_optimizer: called once, with all parameters.
 
     Details:
         1. `init` draws from the default generator, which stands the same on every rank, and
            afterwards as in one process.
-        2. A tied parameter stays tied; each of its modules sets it, and the last one counts.
+        2. A parameter tied within a unit stays tied; each of its modules sets it anew, and the
+           last one counts.
         3. Train mode and requires_grad stay as make_model has left them.
     """
     raise NotImplementedError
@@ -73,9 +76,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
         >>> save("run", model, optimizer, step=100)
 
     Args:
-        folder: of all checkpoints of a run; made if missing.
-        model: sharded over all ranks.
-        optimizer: has made a step.
+        folder: of all checkpoints of a run; made if missing; anything else in it stays.
+        model: sharded over all ranks, which have the same buffers.
+        optimizer: of torch.optim; has made a step with every parameter that requires a gradient.
         step: how many steps training has made, from 1.
 
     Raises:
@@ -93,10 +96,11 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete checkpoint, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: weights, buffers, optimizer state and
-                 settings, such as learning rates, are those that were saved
-        drops    gradients
-        memory   a rank takes at most its own part once more, and two whole parameters
+        goes on  training continues as if it had not stopped: weights, persistent buffers,
+                 optimizer state and settings, such as learning rates, are those that were saved
+        drops    gradients, of all parameters
+        memory   a rank takes at most its own part once more, and two whole parameters; a mapped
+                 file counts whole
 
         >>> step = load("run", model, optimizer)
 
@@ -121,9 +125,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
-        contents  the state dict of the model without shards: ordinary tensors on the cpu
+        contents  the state dict of the model without shards, extra state too: ordinary tensors on
+                  the cpu
         returns   on every rank once the file is there; rank 0 writes it
-        memory    other ranks take no more than one whole parameter three times
+        memory    ranks other than 0 take at most three times the largest parameter
         whole     the file is complete or not there; one from before stays until then, if the
                   save is killed, or fails and raises on every rank
 
@@ -154,4 +159,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 553b1b00c552
+# untouched stub 8f23cd28e699

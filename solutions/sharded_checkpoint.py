@@ -3,7 +3,9 @@
 A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows of each parameter,
 rounded up. All ranks of the job call these functions together, with the same arguments.
 
-    together   an error on any rank raises on every rank; none is left waiting
+    together   an error on any rank, Ctrl-C too, raises on every rank, on the others of any type;
+               none is left waiting
+    untouched  gradients, modes and the random state, unless a line says otherwise
 
 Errors are ValueError unless it says otherwise, name the offending value, and are raised before
 anything is changed.
@@ -56,7 +58,7 @@ def build(
                    `model.modules()`: the same bits on any number of ranks
         units      fully_shard has each block, inner ones too, and the model for the rest
         optimizer  made of the shards
-        memory     a rank holds at most its shards, the buffers, and what two units have
+        memory     a rank holds at most its shards, the buffers, and two units whole
 
         >>> model, optimizer = build(GPT, mesh, Block, init, torch.optim.AdamW)
 
@@ -64,26 +66,34 @@ def build(
         make_model: called once, under the meta device.
         mesh: one-dimensional, over all ranks.
         block_types: classes of the blocks; subclasses count.
-        init: sets the parameters and buffers of one module in place, not those of its children.
-        make_optimizer: called once, with the parameters.
+        init: sets all parameters and buffers of one module in place, not those of its children.
+        make_optimizer: called once, with all parameters.
 
     Details:
         1. `init` draws from the default generator, which stands the same on every rank, and
            afterwards as in one process.
-        2. A tied parameter stays tied; each of its modules sets it, and the last one counts.
+        2. A parameter tied within a unit stays tied; each of its modules sets it anew, and the
+           last one counts.
         3. Train mode and requires_grad stay as make_model has left them.
     """
-    with torch.device("meta"):
-        model = make_model()
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return make_model()
+
+    def initialise() -> None:
+        for module in model.modules():
+            _initialise(module, init)
+
+    model = _together(make)
     # From the inside out: a call takes every parameter below it that no call before has taken.
     for module in reversed(list(model.modules())):
         if isinstance(module, block_types) or module is model:
             fully_shard(module, mesh=mesh)
     model.to_empty(device=mesh.device_type)
-    for module in model.modules():
-        _initialise(module, init)
+    _together(initialise)
     # Last: the parameters that make_model has made are not the ones that train.
-    return model, make_optimizer(model.parameters())
+    return model, _together(lambda: make_optimizer(model.parameters()))
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
@@ -121,9 +131,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
         >>> save("run", model, optimizer, step=100)
 
     Args:
-        folder: of all checkpoints of a run; made if missing.
-        model: sharded over all ranks.
-        optimizer: has made a step.
+        folder: of all checkpoints of a run; made if missing; anything else in it stays.
+        model: sharded over all ranks, which have the same buffers.
+        optimizer: of torch.optim; has made a step with every parameter that requires a gradient.
         step: how many steps training has made, from 1.
 
     Raises:
@@ -154,10 +164,11 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete checkpoint, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: weights, buffers, optimizer state and
-                 settings, such as learning rates, are those that were saved
-        drops    gradients
-        memory   a rank takes at most its own part once more, and two whole parameters
+        goes on  training continues as if it had not stopped: weights, persistent buffers,
+                 optimizer state and settings, such as learning rates, are those that were saved
+        drops    gradients, of all parameters
+        memory   a rank takes at most its own part once more, and two whole parameters; a mapped
+                 file counts whole
 
         >>> step = load("run", model, optimizer)
 
@@ -174,19 +185,23 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         folder. The weights stay as they are.
     """
 
-    def find() -> Path:
+    def find() -> tuple[Path, list[str]]:
         newest = _newest(folder)
         if newest is None:
             raise ValueError(f"no checkpoint in {folder}")
         saved = FileSystemReader(newest).read_metadata().state_dict_metadata
-        there = {n: getattr(e, "size", None) for n, e in saved.items() if n.startswith("model.")}
-        here = {f"model.{name}": w.shape for name, w in model.state_dict().items()}
-        _check_same_shapes(newest, there, here)
-        return newest
+        there = {n[6:]: getattr(e, "size", None) for n, e in saved.items() if n[:6] == "model."}
+        _check_same_shapes(newest, there, _shapes(model.state_dict()))
+        return newest, [*saved]
 
-    newest = _together(find)
+    newest, names = _together(find)
+    # What the optimizer's groups lack, such as a scheduler's settings, needs a place to be read to.
+    for name in names:
+        if name.startswith("optimizer.param_groups."):
+            group, key = name.split(".", 3)[2:]
+            optimizer.param_groups[int(group)].setdefault(key, None)
     # With gradients around, the optimizer's state would not be made, and so not be loaded either.
-    optimizer.zero_grad()
+    model.zero_grad()
     weights, state = get_state_dict(model, optimizer)
     dcp.load(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=newest
@@ -197,12 +212,16 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
 def _newest(folder: str | os.PathLike[str]) -> Path | None:
     """The last checkpoint that was saved to its end."""
-    done = [path.parent for path in Path(folder).glob("*/.metadata")]
+    done = [path.parent for path in Path(folder).glob("*/.metadata") if path.parent.name.isdigit()]
     return max(done, key=lambda path: int(path.name), default=None)
 
 
+def _shapes(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
+
+
 def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]) -> None:
-    if other := sorted(n for n in {*there, *here} if there.get(n) != here.get(n)):
+    if other := sorted(n for n in {*there, *here} if there.get(n, "") != here.get(n, "")):
         raise ValueError(f"{path} is of another model: {other[0]} and {len(other) - 1} more differ")
 
 
@@ -211,7 +230,7 @@ def _together(action: Callable[[], _T]) -> _T:
     result, error = [], None
     try:
         result.append(action())
-    except Exception as caught:
+    except BaseException as caught:
         error = caught
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}")
@@ -228,9 +247,10 @@ def _together(action: Callable[[], _T]) -> _T:
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
-        contents  the state dict of the model without shards: ordinary tensors on the cpu
+        contents  the state dict of the model without shards, extra state too: ordinary tensors on
+                  the cpu
         returns   on every rank once the file is there; rank 0 writes it
-        memory    other ranks take no more than one whole parameter three times
+        memory    ranks other than 0 take at most three times the largest parameter
         whole     the file is complete or not there; one from before stays until then, if the
                   save is killed, or fails and raises on every rank
 
@@ -271,8 +291,7 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     def read() -> dict[str, Any]:
         found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        there = {name: weight.shape for name, weight in found.items()}
-        _check_same_shapes(path, there, {n: w.shape for n, w in model.state_dict().items()})
+        _check_same_shapes(path, _shapes(found), _shapes(model.state_dict()))
         return found
 
     options = StateDictOptions(full_state_dict=True)

@@ -61,10 +61,10 @@ def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType, mesh: DeviceMes
 
 def _together(mesh: DeviceMesh, what: str, action: Callable[[], _T]) -> _T:
     """Run `action` on every rank; where it fails on any rank, every rank raises."""
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         result = action()
-    except Exception as caught:
+    except BaseException as caught:
         error = caught
     (failed,) = _reduced([error is not None], dist.ReduceOp.MAX, mesh)
     if error is not None:
@@ -115,8 +115,11 @@ def build(
     init: Callable[[nn.Module], None],
     make_optimizer: MakeOptimizer,
 ) -> tuple[nn.Module, Optimizer]:
-    with torch.device("meta"):
-        model = make_model()
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return make_model()
+
+    model = _together(mesh, "make_model", make)
     shards = _first_values(model, mesh, init)
     by_name = {name: shards.pop(parameter) for name, parameter in model.named_parameters()}
     for block in reversed([*model.modules()]):
@@ -130,7 +133,8 @@ def build(
         return tensor.detach()  # a buffer, or a tied parameter that has got its values
 
     model._apply(with_values)
-    return model, make_optimizer(model.parameters())
+    optimizer = _together(mesh, "make_optimizer", lambda: make_optimizer(model.parameters()))
+    return model, optimizer
 
 
 @torch.no_grad()
@@ -144,6 +148,7 @@ def _first_values(
     device = _device(mesh)
     shards: dict[nn.Parameter, Tensor] = {}
     buffers: dict[Tensor, Tensor] = {}
+    errors: list[BaseException] = []
     for module in model.modules():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         whole: dict[nn.Parameter, nn.Parameter] = {}
@@ -162,12 +167,22 @@ def _first_values(
                     buffers[buffer] = torch.empty_like(buffer, device=device)
                 module._buffers[name] = buffers[buffer]
 
-        init(module)
+        if not errors:  # after one the ranks still gather what is tied, all of them
+            try:
+                init(module)
+            except BaseException as error:
+                errors.append(error)
 
         for name, parameter in own.items():
             start, stop = _own_rows(len(parameter), mesh)
             shards[parameter] = module._parameters[name].detach()[start:stop].clone()
         module._parameters.update(own)
+
+    def raise_first() -> None:
+        for error in errors:
+            raise error
+
+    _together(mesh, "init", raise_first)
     return shards
 
 
@@ -209,7 +224,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 
         _together(mesh, what, write)
         _together(mesh, what, finish)
-    except Exception:
+    except BaseException:
         _together(mesh, what, clean)
         raise
 

@@ -39,19 +39,36 @@ def build(
     init: Callable[[nn.Module], None],
     make_optimizer: MakeOptimizer,
 ) -> tuple[nn.Module, Optimizer]:
-    with torch.device("meta"):
-        model = make_model()
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return make_model()
+
+    model = _everywhere(make)
+    errors: list[BaseException] = []
+
+    def init_until_one_fails(module: nn.Module) -> None:
+        if not errors:
+            try:
+                init(module)
+            except BaseException as error:  # the others may wait for a tied parameter
+                errors.append(error)
+
+    def raise_first() -> None:
+        for error in errors:
+            raise error
+
     shards: dict[nn.Parameter, nn.Parameter] = {}  # by the meta parameter
     buffers: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        _init_one(module, mesh, init, shards, buffers)
+        _init_one(module, mesh, init_until_one_fails, shards, buffers)
+    _everywhere(raise_first)
     names = {name: shards[param] for name, param in model.named_parameters(remove_duplicate=False)}
     for block in reversed([m for m in model.modules() if isinstance(m, block_types)]):
         if block is not model:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.load_state_dict(names, strict=False, assign=True)  # the buffers are there
-    return model, make_optimizer(model.parameters())
+    return model, _everywhere(lambda: make_optimizer(model.parameters()))
 
 
 @torch.no_grad()
@@ -110,14 +127,14 @@ def _everywhere(action: Callable[[], Any]) -> Any:
     """What the action returns on this rank; if it fails on any, every rank raises."""
     try:
         result, error = action(), None
-    except Exception as caught:
+    except BaseException as caught:
         result, error = None, caught
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, repr(error) if error else "")
     if error:
         raise error
     if any(errors):
-        raise OSError(f"another rank could not read: {max(errors)}")
+        raise OSError(f"another rank has failed: {max(errors)}")
     return result
 
 
@@ -127,7 +144,7 @@ def _on_rank_0(action: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
-        except Exception as error:
+        except BaseException as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import Deep, Outer, Twice
 from kit.ranks.shards import full, mesh, named, weights
-from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze, make
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze
 
 SEED = 6
 
@@ -53,35 +52,57 @@ class Thin(Block):
 
 
 class Tiny(nn.Module):
-    """Two parameters: files take as long as they have tensors."""
+    """Two parameters, of 16 bits: files take as long as they have tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Thin()])
         self.head = nn.Linear(FEATURES, OUTPUTS, bias=False)
+        self.to(torch.bfloat16)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.blocks[0](inputs))
 
 
-def tied_and_frozen() -> Model:
-    """In eval mode, as make_model has left it."""
-    return freeze(Model(tied=True), ["blocks.0", "head.bias"]).eval()
+class Rich(Model):
+    """A tied weight, and what else a state dict has: buffers of all kinds, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1, tied=True)
+        self.scale = torch.full((OUTPUTS,), 2.0)
+        self.register_buffer("seen", torch.tensor([2**40 + 1]))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.blocks[0].eval()  # no call may change a mode, whichever it is
+
+    def get_extra_state(self) -> str:
+        return "version 3"
+
+    def set_extra_state(self, state: str) -> None:
+        pass
+
+
+class Spare(Model):
+    """Tied and frozen weights, in eval mode; a block of 16 bits that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.spare = Block(WIDTH).to(torch.bfloat16)
+        freeze(self, ["blocks.0", "head.bias"]).eval()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Model,
-    "tied and frozen": tied_and_frozen,
+    "tied, frozen and in two precisions": Spare,
     "blocks in blocks": Nested,
     "a block twice": Twice,
 }
-BLOCK_TYPES = (Block, Outer)
+BLOCK_TYPES = (Block, Outer, Twice)  # the last one is a whole model
 
 
 def init(module: nn.Module, each_name: bool = False) -> None:
     """Random values for all that is the module's own: whoever is out of order gets other ones."""
     for p in module.parameters(recurse=False):
-        nn.init.normal_(p, mean=0.02, std=0.15)
+        nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
     if each_name and hasattr(module, "offset_again"):
         torch.empty_like(module.offset_again).normal_()
     for buffer in module.buffers(recurse=False):
@@ -167,11 +188,16 @@ def move(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def small(seed: int = 4) -> tuple[nn.Module, Optimizer]:
-    """A tiny model that has been trained, by the same step whatever its seed."""
+    """A tiny model that has been trained, by the same step whatever its seed.
+
+    It is step 257, which float32 has and bfloat16 has not.
+    """
     draw.seed(seed)
     model = sharded(Tiny())
     optimizer = adamw(model.parameters())
     move(model, optimizer)
+    for held in optimizer.state.values():
+        held["step"] += 256
     return model, optimizer
 
 
@@ -182,8 +208,21 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, p in named(model)
         for key, value in optimizer.state.get(p, {}).items()
     }
-    rates = {f"lr of group {n}": g["lr"] for n, g in enumerate(optimizer.param_groups)}
-    return {**weights(model), **full(held), **rates}
+    settings = {
+        f"{key} of group {n}": value
+        for n, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {**weights(model), **full(held), **settings}
 
 
-tied = functools.partial(make, tied=True, frozen=["blocks.0.up", "head.bias"])
+def tied(seed: int = 4) -> Model:
+    draw.seed(seed)
+    return freeze(Rich(), ["blocks.0.up", "head.bias"])
+
+
+def evaluate(model: nn.Module) -> None:
+    """A forward without backward: the model's own weights stay gathered after it."""
+    with torch.no_grad():
+        model(data([2], seed=1)[0][0].to(device()))

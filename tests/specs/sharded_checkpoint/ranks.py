@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kit.ranks.shards import check_untouched, local_state, named
 from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     adamw,
+    evaluate,
     in_groups,
     momentum,
     move,
@@ -39,7 +41,9 @@ def save_and_go_on(answer: Any, rank: int, folder: Path, kind: str) -> dict[str,
     for number in (0, 1):
         step(model, optimizer, number)
         for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])  # as schedulers do
             group["lr"] *= 0.7
+    evaluate(model)
     answer.save(str(folder), model, optimizer, 2)
     saved = state(model, optimizer)
     return {"saved": saved, "after": [step(model, optimizer, n) for n in (2, 3)]}
@@ -52,10 +56,15 @@ def load_and_go_on(
     model = sharded(tied(seed=9))
     with torch.no_grad():
         model.scale.fill_(7.0)
+        model.seen.fill_(7)
     optimizer = in_groups(model.parameters(), KINDS[kind], 0.5)
     if not is_new:
         step(model, optimizer, 8)  # and its gradients stay
+    evaluate(model)
+    before = torch.get_rng_state()
     number = answer.load(str(folder), model, optimizer)
+    cause = "random numbers are drawn, or a seed is set"
+    check_equal(torch.get_rng_state(), before, "the random state", cause=cause)
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
     (got, rates), (want, own) = (_parted(s) for s in (state(model, optimizer), saved["saved"]))
@@ -94,8 +103,10 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
 
     refuse(0, 0)
     refuse(-1, 0)
+    kept: dict[str, Any] = {}
     for number in (2, 10, 9999, 10_000):
         answer.save(folder, model, optimizer, number)
+        kept = kept or _copied_by_hand(folder)
         other, own = small(seed=9)
         cause = "as texts, even with zeros in front, the last of 2, 10, 9999, 10000 is another"
         _turn_times(folder)
@@ -104,6 +115,19 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
         dist.barrier()
         for old in dict.fromkeys((number, 2, 1)):
             refuse(old, number)
+    cause = "save takes away, or changes, what is no checkpoint"
+    gone = sorted(kept.keys() - _files(folder).keys())
+    check_equal(gone, [], "files and folders that are gone", cause=cause)
+
+
+def _copied_by_hand(folder: Path) -> dict[str, Any]:
+    """What is in the folder now has a copy under another name; all that is there."""
+    if dist.get_rank() == 0:
+        for path in [*folder.iterdir()]:
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, path.with_name(f"{path.name}.bak"))
+    dist.barrier()
+    return _files(folder)
 
 
 def _turn_times(folder: Path) -> None:
@@ -159,6 +183,9 @@ def another_model(answer: Any, rank: int, folder: Path) -> None:
     more = make(blocks=2, seed=9)
     more.register_buffer("more", torch.ones(2))
     _refuses_model(answer, folder, more, "a buffer more")
+    larger = make(blocks=2, seed=9)
+    larger.scale = torch.ones(4)
+    _refuses_model(answer, folder, larger, "a larger buffer, which the saved one would fill")
 
 
 def _refuses_model(answer: Any, folder: Path, model: nn.Module, what: str) -> None:
@@ -235,10 +262,36 @@ def saves_once(answer: Any, rank: int, folder: Path, number: int = 1) -> None:
     answer.save(folder, model, optimizer, number)
 
 
-def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
+def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
+    """Gradients, the random state, and all that is saved, where the model has been evaluated."""
+    model = sharded(tied())
+    optimizer = adamw(model.parameters())
+    move(model, optimizer)
+    before = {**local_state(model, optimizer), "random state": torch.get_rng_state()}
+    evaluate(model)
+    answer.save(folder, model, optimizer, 1)
+    after = {**local_state(model, optimizer), "random state": torch.get_rng_state()}
+    cause = "whoever saves a checkpoint goes on training with what is there"
+    check_equal(after, before, "", cause=cause)
+
+
+def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
     saves_once(answer, rank, folder)
-    model, optimizer = small()
-    answer.load(folder, model, optimizer)
+    (model, optimizer), (other, own) = small(), small(seed=9)
+    move(other, own)
+    answer.load(folder, other, own)
+    cause = "what is saved in one dtype is written, or loaded, in another"
+    check_equal(state(other, own), state(model, optimizer), "what is loaded", cause=cause)
+
+
+def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
+    """All have gradients, and the optimizer has one parameter only."""
+    model, _ = small()
+    (last,) = (p for name, p in named(model) if "head" in name)
+    optimizer = adamw([last])
+    optimizer.step()
+    answer.save(folder, model, optimizer, 1)
+    answer.load(folder, model, adamw([last]))
     cause = "gradients of before are still there"
     there = [name for name, p in named(model) if p.grad is not None]
     check_equal(there, [], "parameters with gradients", cause=cause)

@@ -90,7 +90,7 @@ def _first_rows(value: Tensor, ranks: int) -> Tensor:
 def built_units(answer: Any, rank: int) -> None:
     """Which modules are units, and what the optimizer holds."""
     for kind in MODELS:
-        model, _ = built(answer, kind)
+        model, optimizer = built(answer, kind)
         modules = dict(model.named_modules())
         want = [n for n, m in modules.items() if not n or isinstance(m, BLOCK_TYPES)]
         got = [name for name, m in modules.items() if isinstance(m, FSDPModule)]
@@ -99,6 +99,10 @@ def built_units(answer: Any, rank: int) -> None:
         cause = "parameters are replaced after they were sharded, or one is in no unit"
         kinds = {type(p).__name__ for p in model.parameters()}
         check_equal(kinds, {"DTensor"}, f"types of the parameters of {kind}", cause=cause)
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in model.named_parameters() if p not in held]
+        cause = "a frozen parameter may be thawed later, and then the optimizer does not know it"
+        check_equal(missing, [], f"parameters of {kind} that make_optimizer lacks", cause=cause)
 
 
 def built_trains(answer: Any, rank: int) -> None:
@@ -132,6 +136,32 @@ def built_once(answer: Any, rank: int) -> None:
     cause = "make_model is called with memory, or twice, or meta is not left again"
     want = ["meta", "an optimizer", "cpu"]
     check_equal(seen, want, "devices of new tensors, and optimizers", cause=cause)
+
+
+def build_fails_on_one(answer: Any, rank: int, name: str) -> str:
+    """What each rank raises where one argument of `build` raises on rank 1."""
+    functions: dict[str, Callable[..., Any]] = {
+        "make_model": MODELS["plain"],
+        "init": init,
+        "make_optimizer": momentum,
+    }
+    error = OSError("no such file") if name == "make_model" else KeyboardInterrupt()
+    whole = functions[name]
+
+    def fails(*args: Any) -> Any:
+        if rank == 1 and not (args and isinstance(args[0], Model)):  # init: of a module inside
+            raise error
+        return whole(*args)
+
+    functions[name] = fails
+    make_model, *others = functions.values()
+    try:
+        answer.build(make_model, mesh(), BLOCK_TYPES, *others)
+    except NotImplementedError:
+        raise
+    except BaseException as raised:
+        return type(raised).__name__
+    return ""
 
 
 def peak_of_build(answer: Any, rank: int, width: int, blocks: int, over: Any = None) -> int:

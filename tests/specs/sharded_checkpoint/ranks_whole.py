@@ -13,7 +13,7 @@ from kit.laws.checks import check_close, check_equal
 from kit.ranks.disk import Copies, before_each_write, load_file, no_room, slow
 from kit.ranks.rank import device
 from kit.ranks.shards import weights
-from specs.sharded_checkpoint.models import momentum, sharded, small, step, tied
+from specs.sharded_checkpoint.models import evaluate, momentum, sharded, small, step, tied
 from specs.sharded_checkpoint.ranks import error_of, refuses
 
 
@@ -24,6 +24,7 @@ def save_whole_after(answer: Any, rank: int, path: Path) -> dict[str, Any]:
     """
     model = sharded(tied())
     want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
+    evaluate(model)
     with slow(path.parent):
         answer.save_whole(str(path), model)
     return {"names": sorted(load_file(path)), "weights": want}
@@ -34,7 +35,9 @@ def load_whole_into(answer: Any, rank: int, path: Path) -> None:
     one, model = tied().to(device()), sharded(tied(seed=9))
     with torch.no_grad():
         model.scale.fill_(7.0)
+        model.seen.fill_(7)
     own, optimizer = momentum(one.parameters()), momentum(model.parameters())
+    evaluate(model)
     answer.load_whole(str(path), model)
     cause = "a rank has not got its part of every weight"
     check_equal(weights(model), weights(one), "weights", cause=cause)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kit.laws.checks import check_bar
+from kit.laws.checks import check_bar, check_equal
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block, Model
@@ -68,6 +68,14 @@ class TestPart1Build:
     def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
         cause = "numbers are drawn that one process does not draw, or ranks are seeded apart"
         world.run(answer, ranks_build.built_has, "the next random number", cause)
+
+    @pytest.mark.survives("build", "together")
+    @pytest.mark.parametrize("name", ["make_model", "init", "make_optimizer"])
+    def test_every_rank_raises_where_one_cannot_build(self, answer, world, name):
+        """An argument raises on rank 1 of 2; of init and make_optimizer it is Ctrl-C."""
+        raised = world.run(answer, ranks_build.build_fails_on_one, name)
+        cause = f"the ranks do not tell each other that {name} has failed"
+        check_equal([*map(bool, raised)], [True, True], "whether each rank raises", cause=cause)
 
     @pytest.mark.survives("build", 2)
     def test_ties_stay(self, answer, world):

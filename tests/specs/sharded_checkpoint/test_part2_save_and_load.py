@@ -30,10 +30,11 @@ class TestPart2SaveAndLoad:
     def test_goes_on_as_if_it_had_not_stopped(
         self, answer, worlds, tmp_path_factory, saving, loading, kind, is_new
     ):
-        """Weights, buffers, state and learning rates to the bit; the next steps within rounding.
+        """Weights, buffers, state and settings to the bit; the next steps within rounding.
 
         What it is loaded into has trained otherwise, with other rates, and has gradients; or it is
-        new. Some weights are tied, some frozen, and four ranks are too many for some rows.
+        new. Some weights are tied, some frozen, and four ranks are too many for some rows. Each
+        call comes after a forward without gradients, as where a model is evaluated.
         """
         key = answer, saving, kind
         if key not in _saved:
@@ -43,8 +44,14 @@ class TestPart2SaveAndLoad:
             answer, ranks.load_and_go_on, _saved[key][0], kind, is_new, _saved[key][1]
         )
 
+    @pytest.mark.exact("load", "goes on")
+    def test_every_dtype_comes_back(self, answer, world, tmp_path):
+        """Weights of 16 bits; Adam counts its steps in float32, and has come to 257."""
+        world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
+
     @pytest.mark.exact("load", "drops")
     def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
+        """Of parameters too that the optimizer does not have."""
         world.run(answer, ranks.drops_gradients, tmp_path / "run")
 
     @pytest.mark.exact("save", "older")
@@ -52,9 +59,20 @@ class TestPart2SaveAndLoad:
         """Three checkpoints take three times the bytes of one."""
         world.run(answer, ranks.save_often, tmp_path / "run")
 
+    @pytest.mark.exact("save", "untouched")
+    def test_training_goes_on_with_what_is_there(self, answer, world, tmp_path):
+        """Weights, state, gradients and the random state are as before save.
+
+        The model has been evaluated, so that some of its weights are still gathered.
+        """
+        world.run(answer, ranks.leaves_alone, tmp_path / "run")
+
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
-        """Checkpoints 2, 10, 9,999 and 10,000; the newest is the largest number."""
+        """Checkpoints 2, 10, 9,999 and 10,000; the newest is the largest number.
+
+        A copy that somebody has made by hand is there too.
+        """
         world.run(answer, ranks.step_rules, tmp_path / "run")
 
     @pytest.mark.saves("save", "memory")
@@ -88,11 +106,13 @@ class TestPart2SaveAndLoad:
         check_equal([*map(bool, raised)], [True, True], "whether each rank raises", cause=cause)
 
     @pytest.mark.survives("save", "together")
-    @pytest.mark.parametrize("bad_rank", [0, 1])
-    def test_all_ranks_save_or_none_where_one_refuses(self, answer, world, tmp_path, bad_rank):
-        """One rank sees a folder with step 9 in it, and step 5 is to be saved."""
-        world.run(answer, ranks.saves_once, tmp_path / "newer", 9)
-        paths = tmp_path / "run", tmp_path / "newer"
+    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "newer"), (1, "newer"), (0, "file/run")])
+    def test_all_ranks_save_or_none_where_one_refuses(self, answer, world, tmp_path, bad_rank, bad):
+        """One rank sees step 9 where step 5 is to be saved, or it cannot make the folder."""
+        (tmp_path / "file").touch()
+        if bad == "newer":
+            world.run(answer, ranks.saves_once, tmp_path / bad, 9)
+        paths = tmp_path / "run", tmp_path / bad
         raised = world.run(answer, ranks.fails_on_one, "save", *paths, bad_rank)
         cause = "the ranks do not tell each other what they have found"
         check_equal(bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as 1", cause=cause)

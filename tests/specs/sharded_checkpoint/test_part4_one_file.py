@@ -22,7 +22,10 @@ WIDTH = 48
 class TestPart4OneFile:
     @pytest.mark.works("save_whole", "contents")
     def test_one_file_holds_the_model_as_it_is_without_shards(self, answer, world, tmp_path):
-        """A file from before is replaced; ordinary tensors, all names, the weights to the bit."""
+        """A file from before is replaced; ordinary tensors, all names, the weights to the bit.
+
+        It is saved after a forward without gradients; one part of the state dict is no tensor.
+        """
         path = tmp_path / "whole.pt"
         path.write_bytes(b"from before")
         results = world.run(answer, ranks_whole.save_whole_after, path)
@@ -119,12 +122,13 @@ class TestPart4OneFile:
 
     @pytest.mark.survives("load_whole", "Raises")
     def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):
-        """A weight or a buffer too few, one too many, another shape."""
+        """A weight or a buffer too few, one too many, another shape, which might be repeated."""
         state, name = tied().state_dict(), "blocks.0.up.weight"
         files: dict[str, tuple[str, dict[str, Any]]] = {
             "a_name_too_few": (name, {n: v for n, v in state.items() if n != name}),
             "a_buffer_too_few": ("scale", {n: v for n, v in state.items() if n != "scale"}),
             "a_name_too_many": (f"{name}.more", {**state, f"{name}.more": torch.ones(3)}),
+            "a_buffer_of_another_shape": ("scale", {**state, "scale": torch.ones(1)}),
             "another_shape": (name, {**state, name: state[name][:-1].clone()}),
             "the_shape_turned": (name, {**state, name: state[name].T.clone()}),
         }
