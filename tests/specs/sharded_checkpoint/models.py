@@ -85,8 +85,8 @@ class Spare(Model):
     """Tied and frozen weights, in eval mode; a block of 16 bits that never runs."""
 
     def __init__(self) -> None:
-        super().__init__(tied=True)
-        self.spare = Block(WIDTH).to(torch.bfloat16)
+        super().__init__(blocks=1, tied=True)
+        self.spare = Thin().to(torch.bfloat16)
         freeze(self, ["blocks.0", "head.bias"]).eval()
 
 
@@ -188,16 +188,13 @@ def move(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def small(seed: int = 4) -> tuple[nn.Module, Optimizer]:
-    """A tiny model that has been trained, by the same step whatever its seed.
-
-    It is step 257, which float32 has and bfloat16 has not.
-    """
+    """A tiny model that has been trained, by the same step whatever its seed."""
     draw.seed(seed)
     model = sharded(Tiny())
     optimizer = adamw(model.parameters())
     move(model, optimizer)
     for held in optimizer.state.values():
-        held["step"] += 256
+        held["step"] += 256  # 257 is no number of bfloat16
     return model, optimizer
 
 
@@ -208,13 +205,8 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, p in named(model)
         for key, value in optimizer.state.get(p, {}).items()
     }
-    settings = {
-        f"{key} of group {n}": value
-        for n, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "params"
-    }
-    return {**weights(model), **full(held), **settings}
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return {**weights(model), **full(held), "settings of groups": groups}
 
 
 def tied(seed: int = 4) -> Model:
@@ -225,4 +217,4 @@ def tied(seed: int = 4) -> Model:
 def evaluate(model: nn.Module) -> None:
     """A forward without backward: the model's own weights stay gathered after it."""
     with torch.no_grad():
-        model(data([2], seed=1)[0][0].to(device()))
+        model(data([2], seed=1)[0][0].to(device(), next(model.parameters()).dtype))

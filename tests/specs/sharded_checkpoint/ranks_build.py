@@ -22,6 +22,7 @@ from specs.sharded_checkpoint.models import (
     BLOCK_TYPES,
     MODELS,
     SEED,
+    Tiny,
     alone,
     init,
     momentum,
@@ -138,30 +139,25 @@ def built_once(answer: Any, rank: int) -> None:
     check_equal(seen, want, "devices of new tensors, and optimizers", cause=cause)
 
 
-def build_fails_on_one(answer: Any, rank: int, name: str) -> str:
-    """What each rank raises where one argument of `build` raises on rank 1."""
-    functions: dict[str, Callable[..., Any]] = {
-        "make_model": MODELS["plain"],
-        "init": init,
-        "make_optimizer": momentum,
-    }
-    error = OSError("no such file") if name == "make_model" else KeyboardInterrupt()
-    whole = functions[name]
+def build_fails_on_one(answer: Any, rank: int) -> dict[str, bool]:
+    """Whether this rank raises where one argument of `build` raises on rank 1."""
+    given: dict[str, Any] = {"make_model": Tiny, "init": init, "make_optimizer": momentum}
+    raised = dict.fromkeys(given, False)
+    for name, function in given.items():
 
-    def fails(*args: Any) -> Any:
-        if rank == 1 and not (args and isinstance(args[0], Model)):  # init: of a module inside
-            raise error
-        return whole(*args)
+        def fails(*args: Any, name: str = name, function: Any = function) -> Any:
+            if rank == 1:
+                raise OSError("no such file") if name == "make_model" else KeyboardInterrupt
+            return function(*args)
 
-    functions[name] = fails
-    make_model, *others = functions.values()
-    try:
-        answer.build(make_model, mesh(), BLOCK_TYPES, *others)
-    except NotImplementedError:
-        raise
-    except BaseException as raised:
-        return type(raised).__name__
-    return ""
+        make_model, *others = {**given, name: fails}.values()
+        try:
+            answer.build(make_model, mesh(), BLOCK_TYPES, *others)
+        except NotImplementedError:
+            raise
+        except BaseException:
+            raised[name] = True
+    return raised
 
 
 def peak_of_build(answer: Any, rank: int, width: int, blocks: int, over: Any = None) -> int:

@@ -33,8 +33,8 @@ class TestPart2SaveAndLoad:
         """Weights, buffers, state and settings to the bit; the next steps within rounding.
 
         What it is loaded into has trained otherwise, with other rates, and has gradients; or it is
-        new. Some weights are tied, some frozen, and four ranks are too many for some rows. Each
-        call comes after a forward without gradients, as where a model is evaluated.
+        new, and has been evaluated. Some weights are tied, some frozen, and four ranks are too many
+        for some rows.
         """
         key = answer, saving, kind
         if key not in _saved:
@@ -61,18 +61,12 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("save", "untouched")
     def test_training_goes_on_with_what_is_there(self, answer, world, tmp_path):
-        """Weights, state, gradients and the random state are as before save.
-
-        The model has been evaluated, so that some of its weights are still gathered.
-        """
+        """Weights, state, gradients and the random state; the model has been evaluated."""
         world.run(answer, ranks.leaves_alone, tmp_path / "run")
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
-        """Checkpoints 2, 10, 9,999 and 10,000; the newest is the largest number.
-
-        A copy that somebody has made by hand is there too.
-        """
+        """Checkpoints 2, 10, 9,999 and 10,000, and a copy of one that was made by hand."""
         world.run(answer, ranks.step_rules, tmp_path / "run")
 
     @pytest.mark.saves("save", "memory")

@@ -22,10 +22,7 @@ WIDTH = 48
 class TestPart4OneFile:
     @pytest.mark.works("save_whole", "contents")
     def test_one_file_holds_the_model_as_it_is_without_shards(self, answer, world, tmp_path):
-        """A file from before is replaced; ordinary tensors, all names, the weights to the bit.
-
-        It is saved after a forward without gradients; one part of the state dict is no tensor.
-        """
+        """A file from before is replaced; ordinary tensors, all names, the weights to the bit."""
         path = tmp_path / "whole.pt"
         path.write_bytes(b"from before")
         results = world.run(answer, ranks_whole.save_whole_after, path)
