@@ -154,9 +154,9 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         names or shapes, of buffers too, that are not those of the model, or the other way round;
-        names one of them and the path.
+        names one of them and the path. A missing file may be an OSError.
     """
     raise NotImplementedError
 
 
-# untouched stub 8f23cd28e699
+# untouched stub 5e8e139e695e

@@ -286,7 +286,7 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         names or shapes, of buffers too, that are not those of the model, or the other way round;
-        names one of them and the path.
+        names one of them and the path. A missing file may be an OSError.
     """
 
     def read() -> dict[str, Any]:
