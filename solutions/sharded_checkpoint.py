@@ -3,7 +3,7 @@
 A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows of each parameter,
 rounded up. All ranks of the job call these functions together, with the same arguments.
 
-    together   an error on any rank, Ctrl-C too, raises on every rank, on the others of any type;
+    together   an error on any rank, Ctrl-C too, raises on every rank (on the others any error);
                none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
 
