@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -167,19 +167,15 @@ def sparse(w: World) -> None:
 
 
 def overwritten_loss(w: World) -> None:
-    """After the call another loss is written where this one was, as a CUDA graph does."""
-    losses: list[Tensor] = []
+    """After the call other numbers are written where the losses were, as a CUDA graph does."""
+    inner, after = w.loss, ExitStack()
 
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        losses.append(mse(out, y))
-        return losses[-1]
+    def loss(*args: Tensor) -> Tensor:
+        result = inner(*args)
+        after.callback(result.detach().fill_, 7.0)
+        return result
 
-    @contextmanager
-    def outer() -> Iterator[None]:
-        yield
-        losses[-1].detach().fill_(7.0)
-
-    w.loss, w.outer = loss, outer
+    w.loss, w.outer = loss, lambda: after
 
 
 def scaled(**options: float) -> Twist:

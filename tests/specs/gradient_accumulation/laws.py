@@ -73,7 +73,7 @@ def _clauses(
         "loss": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
         "result": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
         "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
-        "grad_norm": ("clipping", "it is scaled still, clipped, or not over all that was trained"),
+        "grad_norm": ("clipping", "it is still scaled, clipped, or not over all that was trained"),
         "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),
         "kept gradients": (step, "gradients are cleared, or begun, at another moment"),
         "weights": (step, "another step was taken"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import namedtuple
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from kit.laws import draw
 from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
 from kit.laws.twists import (
+    Pair,
     Twist,
     fails,
     foreign,
@@ -21,6 +20,7 @@ from kit.laws.twists import (
     insert,
     inside_autocast,
     loss_with_a_parameter,
+    overwritten_loss,
     put,
     refused,
     stale,
@@ -83,9 +83,6 @@ def dropout(**mode: bool) -> Row:
     return (insert(lambda: nn.Dropout(0.5), **mode),)
 
 
-Pair = namedtuple("Pair", "inputs targets")
-
-
 def pairs(w: World) -> None:
     """A tuple of micro-batches, in lists and named tuples in turn, as a DataLoader makes them."""
     makers = itertools.cycle([list, Pair._make])
@@ -97,18 +94,6 @@ def in_float64(w: World) -> None:
     w.model.double()
     w.batches = [[t.double() if t.is_floating_point() else t for t in b] for b in w.batches]
     w.tags.add("float64")
-
-
-def reused_loss(w: World) -> None:
-    """The loss keeps its results, which are set to zero after the call."""
-    inner, after = w.loss, ExitStack()
-
-    def loss(*args: Tensor) -> Tensor:
-        result = inner(*args)
-        after.callback(result.detach().zero_)
-        return result
-
-    w.loss, w.outer = loss, lambda: after
 
 
 MODES: dict[str, Row] = {
@@ -211,7 +196,7 @@ NOTHING: dict[str, Row] = {"no micro-batch": refused(lambda w: w.batches.clear()
 ACCUMULATE: dict[str, Rows] = {
     "window": {
         "9, 1 and 4 samples": (),
-        "one micro-batch, and a loss that is used again": (only(0), reused_loss),
+        "one micro-batch, and a loss that is overwritten": (only(0), overwritten_loss),
         "micro-batches of one size, the last smaller": (sizes(3, 3, 3, 3, 2),),
         "12 micro-batches": (sizes(*range(1, 13)),),
         "the same micro-batch again": (repeated,),

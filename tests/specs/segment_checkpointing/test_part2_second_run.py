@@ -297,11 +297,17 @@ class TestPart2SecondRun:
 
     @pytest.mark.survives("checkpoint", 8)
     def test_an_overwritten_result_gives_no_wrong_gradients(self, answer, device):
+        """A result, an operand, and a part of one: each is what its own gradient needs."""
         x = draw.randn(5, device=device, requires_grad=True)
-        ask = lambda call: call(lambda a: (h := a.exp(), h.mul_(2))[1], x).sum().backward()  # noqa: E731
-        plain = lambda function, x: x.exp() * 2  # noqa: E731
         cause = "hooks on saved tensors: nobody but them compares versions"
-        w.check_right_or_refused(ask, plain, answer.checkpoint, [x], cause)
+        for function, plain in (
+            (lambda a: (h := a.exp(), h.mul_(2))[1], lambda a: a.exp() * 2),
+            (lambda a: (h := a * 1, y := h.sin(), h.zero_())[1], lambda a: (a * 1).sin()),
+            (lambda a: (h := a.tanh(), y := h * 3, h[:2].fill_(0.5))[1], lambda a: a.tanh() * 3),
+        ):
+            ask = lambda call, f=function: call(f, x).sum().backward()  # noqa: E731
+            as_plain = lambda _, a, p=plain: p(a)  # noqa: E731
+            w.check_right_or_refused(ask, as_plain, answer.checkpoint, [x], cause)
 
     @pytest.mark.survives("checkpoint", "Raises")
     def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
