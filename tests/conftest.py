@@ -16,6 +16,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +34,7 @@ from kit.laws import checks, draw, untouched
 from kit.memory import gpu
 from kit.patience import Patience, family
 from kit.private_torch import put_off_dynamo
-from kit.ranks.world import World
+from kit.ranks.world import World, needs_world
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -165,8 +166,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "call":
         item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in checks.bars]
         checks.bars.clear()
-        if call.excinfo is None and _WORLDS not in item.config.stash:
-            _launch_world(item)
+        if call.excinfo is None and not item.session.testsfailed:
+            _launch_worlds(item)
     return (yield)
 
 
@@ -262,19 +263,28 @@ def _world(config: pytest.Config, size: int) -> World:
     return config.stash.setdefault(_WORLDS, {}).setdefault(size, world)
 
 
-def _launch_world(item: pytest.Item) -> None:
-    """Let the ranks meet while other specs run: after the first pass, so not for a stub."""
-    worlds = item.config.stash.setdefault(_WORLDS, {})
-    later = [i for i in item.session.items if "world" in getattr(i, "fixturenames", ())]
-    if later and not worlds and forkserver.is_warm():
-        callspec = getattr(later[0], "callspec", None)
-        _world(item.config, callspec.params.get("world", 2) if callspec else 2).start()
+def _launch_worlds(item: pytest.Item) -> None:
+    """Let the ranks of this kata meet while other specs run: after a pass, so not for a stub."""
+    if forkserver.is_warm() and not item.config.getoption("--helps", False):
+        for size in _sizes(item.session, item.path.parent):
+            _world(item.config, size).start()
+
+
+@functools.cache
+def _sizes(session: pytest.Session, folder: Path) -> list[int]:
+    """How large the worlds are that the specs in this folder ask for."""
+    sizes: set[int] = set()
+    for item in session.items:
+        if item.path.parent == folder and needs_world(item):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            named = {parameters[key] for key in ("saving", "loading") if key in parameters}
+            sizes |= named or {parameters.get("world", 2)}
+    return sorted(sizes)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # The warm process imports torch while other specs run.
-    names = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    if names & {"world", "worlds"} and not session.config.option.collectonly:
+    if any(map(needs_world, session.items)) and not session.config.option.collectonly:
         forkserver.start()
 
 

@@ -1,12 +1,12 @@
-"""Judges one answer in a process of its own and follows what happens there.
+"""Judges one answer in processes of its own and follows what happens there.
 
 The desk never imports an answer, so nothing that an answer does can end the desk or pass for a
-verdict: a run counts only if the judging process says that it came to its end.
+verdict: a run counts only if the judging processes say that they came to their end.
 """
 
 from __future__ import annotations
 
-import re
+import os
 import tempfile
 import threading
 import time
@@ -14,27 +14,14 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
-from desk import events, judging, source
-from desk.events import (
-    Broken,
-    Collected,
-    Debugging,
-    Event,
-    Finished,
-    Outcome,
-    Problem,
-    Spec,
-    Started,
-)
-from desk.source import Place
+from desk import events, source
+from desk.events import Broken, Collected, Debugging, Event, Finished, Outcome, Spec
+from desk.judging_process import JudgingProcess
 from desk.terminal import Terminal, own_terminal
 from desk.verdict import Job, Verdict
-from kit import catalog, forkserver
-from kit.patience import Patience, family
+from kit import forkserver
 
 _POLL = 0.02
-# Until the first spec is known: torch may come from a cold disk.
-_START_LIMIT = 180.0
 
 
 def judge(
@@ -70,158 +57,103 @@ def _run(
             return ""
     except RuntimeError as error:
         return str(error)
+    forkserver.preload(source.imports(job.kata.solution))  # once, and not in each fork
     with tempfile.TemporaryDirectory(prefix="judge-", dir=forkserver.start()) as folder:
-        run = _Run(job, Path(folder), terminal)
+        run = _Run(job, tell)
         try:
-            return run.follow(tell, stop)
+            run.start(Path(folder), terminal)
+            return run.follow(stop)
         finally:
             run.kill()
 
 
 class _Run:
-    """The judging process, and what it leaves in its folder."""
+    """The judging processes of one verdict: what they find is told in the order of the specs.
 
-    def __init__(self, job: Job, folder: Path, terminal: Terminal | None) -> None:
-        self.job = job
-        self._folder, self._terminal = folder, terminal
-        self._running: Spec | None = None
-        self._specs: dict[str, Spec] = {}
-        self._finished = self._judged_something = self._debugging = self._is_bomb = False
-        self._pipe, there = forkserver.pipe()
-        self._is_open = True
-        name = terminal.name if terminal else ""
-        self._child = forkserver.fork(
-            *(judging.run, _arguments(job, folder), str(folder), there, name),
-            log=folder / "log",
-            has_forks=True,
-        )
-        there.close()
+    Each takes the next spec that nobody has claimed, so the first failure is that of one process
+    alone, and is told once every spec before it has passed.
+    """
 
-    def follow(self, tell: Callable[[Event], None], stop: threading.Event) -> str:
-        """Pass events on until the process is gone; what went wrong with the judge, or nothing."""
-        patience = Patience(self._patience())
-        while not stop.is_set():
-            gone = self._child.exitcode is not None  # before reading, so that nothing is missed
-            fresh = self._fresh_events()
-            for event in fresh:
-                tell(event)
-                self._note(event)
-            if self._finished or (gone and not fresh):
-                break  # a finished process takes its time to leave, or a thread of it never ends
-            if fresh or self._debugging:
-                patience = Patience(self._patience())
-            patience.look(self._family)
-            if patience.is_over:
-                return self._give_up(tell)
-            open_ends = [self._pipe] if self._is_open else []
-            connection.wait([*open_ends, self._child.sentinel], _POLL)
+    def __init__(self, job: Job, tell: Callable[[Event], None]) -> None:
+        self._job, self._tell = job, tell
+        self._processes: list[JudgingProcess] = []
+        self._specs: list[Spec] = []
+        self._ended: dict[str, tuple[Outcome, JudgingProcess]] = {}
+        self._told = 0
+        self._decided: JudgingProcess | None = None  # nothing after its failure is told
+
+    def start(self, folder: Path, terminal: Terminal | None) -> None:
+        """Fork the processes: a second one where it has a core for itself."""
+        names = ["first", "second"] if _may_share(self._job) else ["first"]
+        for name in [*names, "claims"]:
+            (folder / name).mkdir()
+        claims, job = folder / "claims", self._job
+        first = JudgingProcess(job, folder / "first", claims, terminal)
+        self._processes.append(first)
+        for name in names[1:]:
+            self._processes.append(JudgingProcess(job, folder / name, claims, helps=first))
+
+    def follow(self, stop: threading.Event) -> str:
+        """Pass events on until all is known; what went wrong with the judge, or nothing."""
+        at_work = list(self._processes)
+        while at_work and not stop.is_set():
+            for process in at_work:
+                for event in process.look():
+                    self._take(event, process)
+                if process.trouble and not self._decided:
+                    return process.trouble
+            at_work = [process for process in at_work if not process.is_over]
+            if self._decided and self._decided.is_over:
+                break
+            connection.wait([end for process in at_work for end in process.ends], _POLL)
         if stop.is_set():
             return ""
-        if not self._finished:
-            return self._died(tell)
-        if not self._judged_something:
-            self._child.join(self.job.grace)  # it says why after it has finished
-            return f"no spec could be run\n{self._last_words()}"
+        needed = [self._decided] if self._decided else self._processes
+        if all(process.has_finished for process in needed):
+            self._tell(Finished())
+        if not self._decided and not self._told:
+            return f"no spec could be run\n{self._processes[0].last_words()}"
         return ""
 
     def kill(self) -> None:
-        """End the process and everything that it has started."""
-        forkserver.end(self._child)
-        self._pipe.close()
-        if self._debugging and self._terminal:
-            self._terminal.take_back()
+        """End the processes and everything that they have started."""
+        for process in self._processes:
+            process.kill()
 
-    def _family(self) -> list[int]:
-        found = family(forkserver.pid())  # the ranks of the answer too
-        if len(found) > forkserver.MOST_FORKS:
-            self._is_bomb = True
-            forkserver.ask_stacks(self._child, self._folder / judging.STACKS)
-            forkserver.end(self._child)
-        return found
-
-    def _patience(self) -> float:
-        return self.job.limit + self.job.grace if self._specs else _START_LIMIT
-
-    def _fresh_events(self) -> list[Event]:
-        found: list[Event] = []
-        try:
-            while self._is_open and self._pipe.poll():
-                found.append(events.decode(self._pipe.recv_bytes().decode()))
-        except (EOFError, OSError):
-            self._is_open = False
-        return found
-
-    def _note(self, event: Event) -> None:
-        if isinstance(event, Collected):
-            self._specs = {spec.id: spec for spec in event.specs}
-        elif isinstance(event, Started):
-            self._running = self._specs.get(event.id)
+    def _take(self, event: Event, process: JudgingProcess) -> None:
+        if self._decided:
+            return
+        if isinstance(event, Broken):
+            self._decided = process
+            self._tell(event)
+        elif isinstance(event, Collected) and not self._specs:
+            self._specs = event.specs
+            self._tell(event)
+        elif isinstance(event, Debugging):
+            self._tell(event)
         elif isinstance(event, Outcome):
-            self._running = None
-        elif isinstance(event, Broken | Finished):
-            self._running, self._finished = None, True
-        elif isinstance(event, Debugging) and self._terminal:
-            self._debugging = event.active
-            if event.active:
-                self._terminal.hand_over(self._child.pid or 0)
-            else:
-                self._terminal.take_back()
-        self._judged_something |= isinstance(event, Broken | Outcome)
+            again = event.id in {spec.id for spec in self._specs[: self._told]}
+            self._ended[event.id] = event, process
+            if again:  # it has passed, and then something of it could not be cleared away
+                self._pass_on(event.id)
+            self._pass_on_in_order()
 
-    def _give_up(self, tell: Callable[[Event], None]) -> str:
-        """The time is up, and the judging process could not end the spec by itself."""
-        if self._running is None:
-            return f"no sign of life from the judging process\n{self._last_words()}"
-        forkserver.ask_stacks(self._child, self._folder / judging.STACKS)
-        problem = Problem(
-            "time-out",
-            f"time-out: still running after {self.job.limit:g} s, and it cannot be interrupted",
-            f"an answer within {self.job.limit:g} s",
-            "a loop that does not end, in a try that swallows every exception or in native code",
-            **self._place(self._running).fields(),
-        )
-        tell(Outcome(self._running.id, events.FAILED, self.job.limit, problem))
-        return ""
+    def _pass_on_in_order(self) -> None:
+        while not self._decided and self._told < len(self._specs):
+            id = self._specs[self._told].id
+            if id not in self._ended:
+                return
+            self._told += 1
+            self._pass_on(id)
 
-    def _died(self, tell: Callable[[Event], None]) -> str:
-        how = forkserver.ending(forkserver.end(self._child))
-        if self._running is None:
-            return f"the judging process ended before its time ({how})\n{self._last_words()}"
-        cause = "os._exit(), a crash in native code, or the system's answer to memory running out"
-        if self._is_bomb or forkserver.stack_of_last_fork(self._folder / "log"):
-            how = f"more than {forkserver.MOST_FORKS} processes, which were all ended"
-            cause = "os.fork(), multiprocessing or subprocess in a loop that does not end"
-        problem = Problem(
-            "process ended",
-            f"the process ended during this spec ({how})",
-            "a call that returns or raises",
-            cause,
-            **self._place(self._running).fields(),
-        )
-        tell(Outcome(self._running.id, events.FAILED, 0.0, problem))
-        return ""
-
-    def _place(self, spec: Spec) -> Place:
-        """The innermost line of the answer in the last dump of the stacks, or its definition."""
-        path = self.job.path
-        log = self._folder / "log"
-        texts = [forkserver.read(self._folder / judging.STACKS), forkserver.stack_of_last_fork(log)]
-        text = "".join([*texts, forkserver.read(log)])
-        dump = re.findall(rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', text)
-        if not dump:
-            return source.find(path, spec.function)
-        line, function = dump[0]
-        return Place(path, int(line), "" if function == "<module>" else function)
-
-    def _last_words(self) -> str:
-        return "\n".join(forkserver.read(self._folder / "log").strip().splitlines()[-12:])
+    def _pass_on(self, id: str) -> None:
+        outcome, process = self._ended[id]
+        self._tell(outcome)
+        if outcome.result in (events.FAILED, events.TODO) and not self._job.run_all:
+            self._decided = process
 
 
-def _arguments(job: Job, folder: Path) -> list[str]:
-    return [
-        *(*job.arguments, "-p", "pytest_timeout"),
-        *(f"--timeout={job.limit}", "--timeout-method=signal"),
-        *("-q", "--tb=short", f"--basetemp={folder / 'tmp'}", f"--rootdir={catalog.ROOT}"),
-        *(f"--answers={job.answers}", f"--device={job.device}"),
-        *([] if job.run_all else ["-x"]),
-    ]
+def _may_share(job: Job) -> bool:
+    """Whether a second process helps: not where it would have to import torch for itself."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return job.may_share and cores > 1 and forkserver.is_warm()

@@ -41,6 +41,11 @@ class PlanJob(Job):
         sizes = [f"--size={name}={number}" for name, number in self.sizes]
         return [f"{_file(self.kata)}::plan", "-o", "python_functions=plan", *_PLUGIN, *sizes]
 
+    @property
+    def may_share(self) -> bool:
+        """There is one thing to run."""
+        return False
+
 
 _PLUGIN = ("-p", "desk.planner")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kit.answers import contract, loading
 from kit.answers.loading import Answer
 from kit.catalog import GROUPS, Kata, Section
 from kit.memory.ruler import human
+from kit.ranks.world import needs_world
 
 _LAST_PRINTS = 20
 
@@ -33,6 +35,12 @@ class Recorder:
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         parser.addoption("--sections", default="", help="LAP:PART,... in the order to run them")
+        parser.addoption(
+            "--claims", default="", help="folder in which several runs share the specs"
+        )
+        parser.addoption(
+            "--helps", action="store_true", help="leave worlds of ranks to another run"
+        )
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
@@ -51,6 +59,22 @@ class Recorder:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._tell(Collected([_spec(item) for item in session.items]))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """As pytest's own loop, but for what another process has claimed."""
+        if not session.config.getoption("--claims") or session.testsfailed:
+            return None  # it knows what to say of files that cannot be collected
+        claimed = _claimed(session)
+        item = next(claimed, None)
+        while item is not None:
+            following = next(claimed, None)  # it decides which fixtures stay
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        return True
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._seconds = 0.0
@@ -92,6 +116,26 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         self._tell(Finished())
+
+
+def _claimed(session: pytest.Session) -> Iterator[pytest.Item]:
+    """The specs that fall to this process: whoever makes the file named after one runs it.
+
+    Specs that share what is slow to make fall to one process: real ranks to the first, and a group
+    to whoever is there first.
+    """
+    folder, mine = Path(session.config.getoption("--claims")), set[str]()
+    helps = session.config.getoption("--helps")
+    for number, item in enumerate(session.items):
+        if helps and needs_world(item):
+            continue
+        group = item.get_closest_marker("xdist_group")
+        name = group.args[0] if group else str(number)
+        with contextlib.suppress(FileExistsError):
+            if name not in mine:
+                (folder / name).touch(exist_ok=False)
+                mine.add(name)
+            yield item
 
 
 def _outcome(

@@ -112,6 +112,20 @@ def definitions(path: Path) -> dict[str, Definition]:
     return found
 
 
+def imports(path: Path) -> list[str]:
+    """The modules that a file imports at its top."""
+    try:
+        tree = ast.parse(read(path))
+    except (SyntaxError, ValueError):
+        return []
+    names = [
+        alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+    ]
+    return names + [
+        node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module
+    ]
+
+
 def find(path: Path, name: str) -> Place:
     """Where a function, class or Class.method is defined; line 0 if it is not.
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from desk import events
+from desk import events, source
 from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec
 from kit.catalog import Kata, Section
 
@@ -78,6 +78,13 @@ class Job:
         options = [f"--junitxml={self.junitxml}"] if self.junitxml else []
         order = ",".join(f"{section.lap}:{section.part}" for section in self.asked)
         return [*map(str, chosen), *options, f"--sections={order}"]
+
+    @property
+    def may_share(self) -> bool:
+        """Whether two processes may judge it: one report, and one debugger, need one process."""
+        text = source.read(self.path)
+        asks = "breakpoint" in text or "set_trace" in text
+        return self.device == "cpu" and not self.junitxml and not asks
 
     @property
     def asked(self) -> list[Section]:

@@ -6,7 +6,6 @@ means in tests/selftest/test_private_torch.py, which fails first when a new torc
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -279,12 +278,6 @@ def _true_dynamo() -> ModuleType:
 
 
 # Ranks
-
-
-def import_checkpoint_files() -> None:
-    """Import what the first distributed checkpoint imports late, where its library is there."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
 
 
 def collective_count(group: Any) -> int:

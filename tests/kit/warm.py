@@ -68,9 +68,8 @@ def import_all() -> None:
     for name in _modules():
         with contextlib.suppress(ImportError):  # whoever needs it says so better
             importlib.import_module(name)
-    private_torch = importlib.import_module("kit.private_torch")
-    private_torch.put_off_dynamo()  # the first optimizer would import it, as long as torch itself
-    private_torch.import_checkpoint_files()
+    # The first optimizer would import it, as long as torch itself.
+    importlib.import_module("kit.private_torch").put_off_dynamo()
     sys.modules["torch"].set_num_threads(1)
     gc.freeze()
     gc.enable()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from contextlib import contextmanager
@@ -384,19 +382,6 @@ assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
 def canary_put_off_dynamo():
     done = _python(PUT_OFF)
     assert done.returncode == 0, done.stderr
-
-
-def canary_import_checkpoint_files():
-    import torch.distributed.checkpoint as checkpoint
-
-    name = "torch.distributed.checkpoint._fsspec_filesystem"
-    private.import_checkpoint_files()
-    assert (name in sys.modules) == bool(importlib.util.find_spec("fsspec"))
-    before = set(sys.modules)
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save({"x": torch.ones(2)}, checkpoint_id=folder)
-    late = {each for each in set(sys.modules) - before if each.startswith("torch.distributed.")}
-    assert not late
 
 
 def canary_collective_count():

@@ -224,3 +224,8 @@ class World:
 
 def _is_bad(message: object) -> bool:
     return isinstance(message, Dead) or (isinstance(message, Report) and message.failed)
+
+
+def needs_world(item: Any) -> bool:
+    """Whether a pytest item runs on real ranks: it takes the fixture `world` or `worlds`."""
+    return not {"world", "worlds"}.isdisjoint(getattr(item, "fixturenames", ()))

@@ -55,6 +55,7 @@ class TestPart4CheckpointBlocks:
         other = lambda run, block, x: block(x, x.mean((0, 1)))  # noqa: E731
         yield "with other arguments each time", chain(lambda: mixers(1) * 3, call=other), [1]
 
+    @pytest.mark.xdist_group("transformers")
     @pytest.mark.works("checkpoint_blocks", "same bits")
     @checkpointed("the second run has other arguments, or draws other numbers")
     def test_works_on_models_of_the_transformers_library(self):
@@ -86,6 +87,7 @@ class TestPart4CheckpointBlocks:
         yield "norms", chain(norms, passes=2, shape=(4, WIDTH, 3)), [2]
         yield "in eval mode by then", chain(noisy, spoil=lambda model, *_: model.eval()), [2]
 
+    @pytest.mark.xdist_group("transformers")
     @pytest.mark.saves("checkpoint_blocks", "held")
     def test_gpt2_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device):
         """(blocks + 4) inputs + 1 inside, measured on one block of the library by itself.

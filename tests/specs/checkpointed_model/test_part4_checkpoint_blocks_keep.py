@@ -101,6 +101,7 @@ def again(answer, device, name, make, keep, looked_at, dtype=None):
 
 
 class TestPart4CheckpointBlocksKeep:
+    @pytest.mark.xdist_group("transformers")
     @pytest.mark.survives("checkpoint_blocks", "keep")
     @checkpointed("what is held is not what the first run computed, or statistics count twice")
     def test_keep_changes_no_bit(self):

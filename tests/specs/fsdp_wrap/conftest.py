@@ -1,3 +1,3 @@
-"""What the specs of fsdp_wrap need of torch and of ranks."""
+"""What the specs of fsdp_wrap need of torch."""
 
-from kit.ranks.fixtures import all_sizes, fsdp2_runs_here, worlds_meet_meanwhile  # noqa: F401
+from kit.ranks.fixtures import fsdp2_runs_here  # noqa: F401

@@ -1,0 +1,84 @@
+"""Two processes judge one answer, and the verdict is that of one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from desk.recorder import _claimed
+from selftest.tiny import house
+from selftest.tiny_answers import MEAN, answer, block
+
+pytestmark = pytest.mark.timeout(300)
+TWO_CORES = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
+SLOW = "    import os, time\n    print('pid', os.getpid())\n    time.sleep(0.4)\n"
+ADD = "        self.count += self.step\n"
+
+
+def judge(name: str, text: str, *arguments: str) -> tuple[int, str]:
+    path = house().write(f"answers/{name}.py", text)
+    return house().desk("kata", "tiny_mean", "--answers", str(path), *arguments)
+
+
+def pids(out: str) -> set[str]:
+    return set(re.findall(r"pid (\d+)", out))
+
+
+def test_both_take_specs_and_all_are_told_in_their_order():
+    code, out = judge("slow", answer((MEAN, SLOW + MEAN)), "-v")
+    assert code == 0
+    assert len(pids(out)) == (2 if TWO_CORES else 1)
+    assert "Verdict: passed (9 passed, 1 not checked)" in out
+    order = ["is the sum", "loses no digits", "few bytes", "counts in steps", "knows its limits"]
+    places = [out.index(sentence) for sentence in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("comment", ["# breakpoint() here?", "# pdb.set_trace()"])
+def test_one_is_enough_where_a_debugger_may_ask(comment):
+    _, out = judge("debugged", answer((MEAN, SLOW + MEAN)) + f"\n\n{comment}\n", "-v")
+    assert len(pids(out)) == 1
+
+
+def test_the_first_failure_is_told_though_a_later_spec_has_failed_before():
+    fails = MEAN.replace("return", "return 1 +")
+    text = answer((MEAN, SLOW + fails), (ADD, "        raise ValueError\n"))
+    code, out = judge("fails_twice", text)
+    assert code == 1
+    assert "FAIL" in out
+    assert "got       4.0" in block(out, "is the sum over the count (three)")
+    assert "counts in steps" not in out
+    assert "1 failed" in out
+    assert judge("fails_twice", text, "--all")[1].count("  FAIL  ") > 3
+
+
+def test_a_process_that_dies_is_told_when_all_before_has_passed():
+    text = answer((MEAN, SLOW + MEAN), (ADD, "        import os\n        os._exit(3)\n"))
+    code, out = judge("dies", text)
+    assert code == 1
+    assert "Core part 1 passed: 4 specs" in out
+    assert "the process ended during this spec (exit code 3)" in block(out, "counts in steps")
+    assert "The judge itself failed" not in out
+
+
+def item(group: str = "", fixtures: tuple[str, ...] = ()) -> SimpleNamespace:
+    mark = SimpleNamespace(args=(group,)) if group else None
+    return SimpleNamespace(get_closest_marker=lambda name: mark, fixturenames=fixtures)
+
+
+def session(items: list[SimpleNamespace], folder: Path, *, helps: bool) -> SimpleNamespace:
+    options = {"--claims": str(folder), "--helps": helps}
+    return SimpleNamespace(items=items, config=SimpleNamespace(getoption=options.get))
+
+
+def test_a_group_and_real_ranks_fall_to_one_process(tmp_path):
+    items = [item("slow"), item(), item("slow"), item("", ("world",)), item("slow")]
+    second = _claimed(session(items, tmp_path, helps=True))
+    assert next(second) is items[0]
+    first = list(_claimed(session(items, tmp_path, helps=False)))
+    assert first == [items[1], items[3]]
+    assert list(second) == [items[2], items[4]]
