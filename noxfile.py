@@ -33,6 +33,7 @@ logging.getLogger("nox").addFilter(lambda record: "uv binary" not in record.getM
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "memory-katas-installed"
+TYPED = ("tests/kit", "tests/desk", "tests/lab", "solutions", "noxfile.py")
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
 
@@ -104,6 +105,12 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def lab(session: nox.Session) -> None:
+    """What the articles claim, measured and drawn: -- [NAME ...] [--list] [--quick] [--open]."""
+    _run(session, _python(session, "lab"), "-m", "lab", *session.posargs)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Break the references in every small way and list what no spec notices: -- [NAME]; slow."""
     python = _python(session, "mutants")
@@ -125,7 +132,7 @@ def lint(session: nox.Session) -> None:
     python = _python(session, "prove", "lint")
     _run(session, python, "-m", "ruff", "check", ".")
     _run(session, python, "-m", "ruff", "format", "--check", ".")
-    _run(session, python, "-m", "mypy", "tests/kit", "tests/desk", "solutions", "noxfile.py")
+    _run(session, python, "-m", "mypy", *TYPED)
 
 
 def _desk(session: nox.Session, command: str) -> None:

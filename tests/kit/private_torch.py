@@ -211,6 +211,11 @@ leaf_hooks = attrgetter("_backward_hooks")
 """The hooks on the gradient of a tensor, or None: nothing public lists them."""
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass now: nothing public says so."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 # The compiler
 
 

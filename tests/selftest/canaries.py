@@ -379,6 +379,22 @@ assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
 """
 
 
+def canary_in_backward():
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(private.in_backward())
+            return grad * 2
+
+    seen = [private.in_backward()]
+    Looks.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert [*seen, private.in_backward()] == [False, True, False]
+
+
 def canary_put_off_dynamo():
     done = _python(PUT_OFF)
     assert done.returncode == 0, done.stderr

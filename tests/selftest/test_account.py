@@ -212,3 +212,28 @@ def test_a_device_without_a_ruler_is_refused_by_name() -> None:
     model = Stack()
     with pytest.raises(ValueError, match="meta"):
         account(lambda: None, "meta", model=model, optimizer=make_optimizer(model))
+
+
+def test_changes_add_up_to_the_peak_and_tell_what_waits_for_backward():
+    """Activations: made in a forward pass, freed in a backward pass; transients are not."""
+    from torch.nn import Linear, Sigmoid
+
+    model = torch.nn.Sequential(Linear(64, 256), Sigmoid(), Linear(256, 8))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(128, 64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    books = account(step, model=model, optimizer=optimizer, known=[x])
+    now, most, waiting = 0, 0, 0
+    for point in sorted({change.point for change in books.changes}):
+        here = [change for change in books.changes if change.point == point]
+        now += sum(change.delta for change in here)
+        most = max(most, now)
+        waiting = max(waiting, sum(c.delta for c in books.changes if c.waits and c.point <= point))
+    assert most == books.peak
+    assert now == sum(books.after.values())
+    # what Sigmoid returns is saved for backward, what it takes is not; square saves the output
+    assert waiting == (256 + 8) * 128 * 4

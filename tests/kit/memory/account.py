@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +38,18 @@ from kit.memory.ruler import Reading, collector_paused, measurable, measure
 from kit.memory.storage_log import StorageLog
 
 KINDS = ("shards", "optimizer state", "gradients", "unsharded", "communication", "activations")
+
+
+class Change(NamedTuple):
+    """So many bytes more of one kind, before a point of the timeline; of old ones at point 0.
+
+    `waits`: made in a forward pass and freed in a backward pass, as activations are.
+    """
+
+    point: int
+    kind: str
+    delta: int
+    waits: bool
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Account:
     at_peak  alive when the count first was at its peak; the sum is this peak
     most     the most that was alive at any one time, for each kind at a time of its own
     after    alive after the step
+    changes  all that came and went, in order
     """
 
     reading: Reading
@@ -56,6 +70,7 @@ class Account:
     at_peak: dict[str, int]
     most: dict[str, int]
     after: dict[str, int]
+    changes: tuple[Change, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -104,7 +119,11 @@ def _add_up(log: StorageLog, reading: Reading | None = None) -> Account:
         most = {kind: max(most[kind], now[kind]) for kind in KINDS}
         if sum(now.values()) > sum(at_peak.values()):
             at_peak = _copy(now)
-    return Account(reading or counted, before, at_peak, most, _copy(now))
+    changes = [Change(0, kinds[record], record.before, False) for record in log.old]
+    for point, record, delta in log.changes:
+        waits = not record.before and record.freed_in_backward and not record.made_in_backward
+        changes.append(Change(point, kinds[record], delta, waits))
+    return Account(reading or counted, before, at_peak, most, _copy(now), tuple(changes))
 
 
 def _copy(counts: Mapping[str, int]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from kit.private_torch import (
     active_fake_mode,
     fake_device,
     fake_mode_depth,
+    in_backward,
     put_hook_first,
     sparse_parts,
     storage_key,
@@ -33,6 +34,7 @@ class Storage:
         self.before = 0  # its bytes, if it is older than the step
         self.evidence: set[str] = set()
         self.like: Storage | None = None  # it is a gradient if that one is
+        self.made_in_backward = self.freed_in_backward = False
 
     def kind(self) -> str:
         if own := self._kind_by_evidence():
@@ -135,7 +137,10 @@ class StorageLog(LiveBytes):
         super()._made(storage)
         key = storage_key(storage)
         if key in self._bytes:
-            record = self._records.setdefault(key, Storage())
+            if key not in self._records:
+                self._records[key] = Storage()
+                self._records[key].made_in_backward = in_backward()
+            record = self._records[key]
             self._change(record, self.above - before)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -144,7 +149,9 @@ class StorageLog(LiveBytes):
             record.evidence.add("unsharded")
 
     def _freed(self, key: int, reference: object) -> None:
-        self._change(self._records.pop(key), -self._bytes[key])
+        record = self._records.pop(key)
+        record.freed_in_backward = in_backward()
+        self._change(record, -self._bytes[key])
         super()._freed(key, reference)
 
     def _change(self, record: Storage, delta: int) -> None:

@@ -1,0 +1,1 @@
+"""The lab: what five articles claim, measured with the references and drawn."""

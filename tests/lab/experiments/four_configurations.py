@@ -1,0 +1,131 @@
+"""Q9's program: float32, AMP, checkpointing and both, on LargeModel(32 layers, 1024 wide)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, Optimizer
+
+from kit.laws.toys import mse
+from lab import draw
+from lab.measure import alternating, books_of, ratio, rehearsed, solution, stacked, thin
+from lab.models import large_model, plain_step
+from lab.notebook import Lab
+
+ORDER = 1
+TITLE = "Four configurations"
+QUESTION = "What do AMP, checkpointing and both save of one training step, and what do they cost?"
+SECONDS = {"quick": 15, "full": 40}
+CLAIMS = ("q9-amp-half", "q9-amp-twice", "q9-checkpoint-70", "q9-checkpoint-time", "lab-both")
+
+WAYS: dict[str, tuple[torch.dtype, bool]] = {
+    "fp32": (torch.float32, False),
+    "AMP": (torch.bfloat16, False),
+    "checkpointed": (torch.float32, True),
+    "both": (torch.bfloat16, True),
+}
+Made = tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]
+
+
+def make(way: str, device: torch.device, *, full: bool, dry: bool = False) -> Made:
+    """The step of one configuration, with its model, its optimizer and its batch."""
+    dtype, checkpoint = WAYS[way]
+    kata = solution("checkpointed_model")
+    model, x = large_model(kata, device, full=full, checkpoint=checkpoint)
+    optimizer = Adam(model.parameters(), foreach=True)
+    # A dry run has no values, and the reference looks at those of the gradients.
+    train_step = plain_step if dry else solution("amp_loop").train_step
+    return lambda: train_step(model, (x, x), mse, optimizer, dtype=dtype), model, optimizer, [x]
+
+
+def run(lab: Lab) -> None:
+    """Peaks and timelines at full size, times at a size that the device can run."""
+    on_gpu = lab.device.type == "cuda"
+    timelines = {w: lab.sample(f"timeline {w}", partial(_timeline, lab, w)) for w in WAYS}
+    peaks = {way: max(rows, key=lambda row: sum(row.values())) for way, rows in timelines.items()}
+    total = {way: sum(parts.values()) for way, parts in peaks.items()}
+    saved = {way: 1 - size / total["fp32"] for way, size in total.items()}
+    shape = "LargeModel, 32 layers 1024 wide, batch 16 x 1024, Adam with foreach"
+    how = "the allocator's timeline" if on_gpu else "a dry run on fake tensors"
+    lab.say(f"{shape}; by {how}. Weights, gradients and Adam's state stay float32 under AMP.")
+
+    figure, (axes,) = draw.figure(height=3.0)
+    draw.stacked_bars(axes, peaks)
+    amp, checkpointed, both = (f"{saved[way]:.0%}" for way in ("AMP", "checkpointed", "both"))
+    finding = f"AMP saves {amp} of the peak, checkpointing {checkpointed}, both {both}"
+    lab.plot("peaks", figure, finding, f"Bytes at the peak of one step by kind, {shape}.")
+    lab.table(
+        "Peak of one step, GiB",
+        ["configuration", *draw.COLOURS, "peak", "saved"],
+        [
+            [way, *(f"{parts.get(kind, 0) / 2**30:.2f}" for kind in draw.COLOURS)]
+            + [f"{total[way] / 2**30:.2f}", f"{saved[way]:.0%}"]
+            for way, parts in peaks.items()
+        ],
+    )
+    most = max(total.values())
+    figure, panels = draw.figure(columns=2, rows=2, height=5.6)
+    for panel, (way, rows) in zip(panels, timelines.items(), strict=True):
+        draw.stacked_timeline(panel, rows, most)
+        panel.set_title(f"{way}: {_peak(rows)}", fontsize=9)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    title = "Checkpointing flattens the hill of activations, AMP halves its height"
+    lab.plot("timelines", figure, title, "Live bytes through one step by kind, four panels.")
+
+    seconds = lab.sample("seconds", lambda: _seconds(lab))
+    slower = {way: ratio(found, seconds["fp32"]) for way, found in seconds.items()}
+    lab.table(
+        "Time of one step" if on_gpu else "Time of one step of a small model (16 layers, 128 wide)",
+        ["configuration", "times fp32", "spread"],
+        [[way, f"{found:.2f}", f"{spread:.2f}"] for way, (found, spread) in slower.items()],
+    )
+    _claims(lab, saved, {way: found for way, (found, _) in slower.items()})
+
+
+def _timeline(lab: Lab, way: str) -> list[dict[str, int]]:
+    if lab.device.type == "cuda":
+        step, model, optimizer, known = make(way, lab.device, full=True)
+        return thin(stacked(books_of(step, lab.device, model, optimizer, known)))
+    return thin(stacked(rehearsed(lambda: make(way, torch.device("cpu"), full=True, dry=True))))
+
+
+def _seconds(lab: Lab) -> dict[str, list[float]]:
+    full = lab.device.type == "cuda"
+    steps = {way: make(way, lab.device, full=full)[0] for way in WAYS}
+    return alternating(steps, lab.device, rounds=5 if lab.quick else 15)
+
+
+def _peak(rows: list[dict[str, int]]) -> str:
+    highest = max(range(len(rows)), key=lambda number: sum(rows[number].values()))
+    return f"{sum(rows[highest].values()) / 2**30:.2f} GiB, {highest / len(rows):.0%} into the step"
+
+
+def _claims(lab: Lab, saved: dict[str, float], slower: dict[str, float]) -> None:
+    on_gpu = lab.device.type == "cuda"
+    where = "on this GPU" if on_gpu else "on this CPU; another one may have no 16-bit arithmetic"
+    state = "only activations are 16 bits: the larger the batch, the nearer to 50 %"
+    lab.claim("q9-amp-half", f"{saved['AMP']:.0%} of the peak", verdict="holds in part", when=state)
+    speed = 1 / slower["AMP"]
+    verdict = ("holds" if speed > 1.8 else "does not hold") if on_gpu else "not measured"
+    lab.claim(
+        "q9-amp-twice", f"{speed:.2f} times the speed with bfloat16", verdict=verdict, when=where
+    )
+    share = f"{saved['checkpointed']:.0%} of the peak"
+    weights = (
+        "of the peak, with weights, gradients and Adam's state in it; of activations it is more"
+    )
+    good = saved["checkpointed"] > 0.65
+    lab.claim("q9-checkpoint-70", share, verdict="holds" if good else "holds in part", when=weights)
+    time, matrix = slower["checkpointed"] - 1, "one more forward pass: at most a third of a step"
+    in_range = "holds" if 0.15 < time < 0.36 else "does not hold"
+    lab.claim(
+        "q9-checkpoint-time", f"{time:+.0%} time", verdict=in_range, when=f"{matrix}; {where}"
+    )
+    both = f"{saved['both']:.0%} of the peak, {slower['both'] - 1:+.0%} time"
+    verdict = "holds" if 0.6 < saved["both"] < 0.75 else "holds in part"
+    lab.claim("lab-both", both, verdict=verdict, when=f"the time {where}")

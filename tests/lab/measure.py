@@ -1,0 +1,172 @@
+"""How the lab measures: peaks by kind, the timeline of a step, times, and a budget of bytes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kit.answers.loading import load
+from kit.catalog import find_kata
+from kit.memory.account import Account, account
+from kit.memory.ruler import LiveBytes, measure
+from kit.ranks.simulated import dry_run
+
+# What the bytes of a step are, from the bottom of a stack to its top. Activations wait for the
+# backward pass; what is recomputed in it, and every other transient, is temporary.
+KINDS = ("weights", "optimizer state", "gradients", "data", "activations", "temporary")
+_NAMES = {"shards": "weights", "unsharded": "weights", "communication": "temporary"}
+
+
+@functools.cache
+def solution(name: str) -> ModuleType:
+    """The reference solution of a kata."""
+    return load(find_kata(name).solution)
+
+
+def by_kind(books: Account) -> dict[str, int]:
+    """Bytes of each of KINDS at the peak; the sum is the peak."""
+    return max(stacked(books), key=lambda row: sum(row.values()))
+
+
+def stacked(books: Account) -> list[dict[str, int]]:
+    """Bytes of each of KINDS at every point of the step at which something came or went."""
+    now, rows, at = dict.fromkeys(KINDS, 0), list[dict[str, int]](), 0
+    for point, kind, delta, waits in books.changes:
+        if point != at:
+            rows.append(dict(now))
+            at = point
+        now[_kind(kind, point, waits)] += delta
+    return [*rows, now]
+
+
+def _kind(kind: str, point: int, waits: bool) -> str:
+    if kind != "activations":
+        return _NAMES.get(kind, kind)
+    return "data" if point == 0 else "activations" if waits else "temporary"
+
+
+def thin(rows: list[dict[str, int]], most: int = 400) -> list[dict[str, int]]:
+    """So few of the rows that a plot can show them, with the highest of each stretch."""
+    size = -(-len(rows) // most)
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [max(part, key=lambda row: sum(row.values())) for part in parts]
+
+
+def books_of(
+    step: Callable[[], object],
+    device: torch.device,
+    model: nn.Module,
+    optimizer: Optimizer,
+    known: Iterable[object] = (),
+) -> Account:
+    """The memory of one step by kind; the one before it makes the optimizer's state."""
+    step()
+    return account(step, device, model=model, optimizer=optimizer, known=known)
+
+
+def rehearsed(
+    make: Callable[[], tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]],
+    ranks: int = 1,
+) -> Account:
+    """The same of any size, without memory: `make` gives step, model, optimizer and data."""
+    with dry_run(ranks):
+        step, model, optimizer, known = make()
+        return books_of(step, torch.device("cpu"), model, optimizer, known)
+
+
+def peak_of(step: Callable[[], object], device: torch.device, known: Iterable[object]) -> int:
+    """The most bytes that the step adds to what is known."""
+    return measure(step, device, known=known).above_baseline
+
+
+def times(step: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
+    """Seconds of each of so many steps, after one that warms up."""
+    found = list[float]()
+    for _ in range(rounds + 1):
+        _wait(device)
+        start = time.perf_counter()
+        step()
+        _wait(device)
+        found.append(time.perf_counter() - start)
+    return found[1:]
+
+
+def alternating(
+    steps: dict[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of several steps in turn, so that a busy machine slows all of them alike."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for name, step in [*steps.items()] * (rounds + 1):
+        found[name] += times_of_one(step, device)
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def times_of_one(step: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of one step, without a warm-up."""
+    _wait(device)
+    start = time.perf_counter()
+    step()
+    _wait(device)
+    return [time.perf_counter() - start]
+
+
+def ratio(seconds: list[float], to: list[float]) -> tuple[float, float]:
+    """How much longer, as the median of the paired ratios, and half their middle spread."""
+    ratios = sorted(one / other for one, other in zip(seconds, to, strict=True))
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return statistics.median(ratios), (high - low) / 2
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class OutOfBudget(MemoryError):
+    """On the cpu, what torch.OutOfMemoryError is on cuda: more bytes than the budget has."""
+
+
+class _Budget(LiveBytes):
+    """Counts live bytes, and refuses the operation that would exceed the budget."""
+
+    def __init__(self, budget: int, known: Iterable[object]) -> None:
+        super().__init__(known)
+        self._budget = budget
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        super()._made(storage)
+        if (alive := self.baseline + self.above) > self._budget:
+            raise OutOfBudget(f"{alive} bytes are alive, and the budget is {self._budget}")
+
+
+def fits(
+    step: Callable[[], object], device: torch.device, budget: int, known: Iterable[object] = ()
+) -> bool:
+    """Whether a step stays within `budget` bytes, what is known included. Out of memory is no.
+
+    On cuda the budget is enforced by the caching allocator, on the cpu by the ruler's count.
+    """
+    try:
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+            step()
+        else:
+            with _Budget(budget, known).counting():
+                step()
+    except (OutOfBudget, torch.OutOfMemoryError):
+        return False  # here, and not in `except`: its traceback would hold the step's tensors
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        gc.collect()
+    return True

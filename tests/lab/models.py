@@ -1,0 +1,92 @@
+"""The models that the experiments train, and their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kit.laws.toys import Block
+
+
+class Gpt(nn.Module):
+    """A small GPT on bytes: tokens (batch, length) to logits (batch, length, words)."""
+
+    def __init__(self, layers: int, width: int, words: int = 256, longest: int = 1024) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(words, width)
+        self.places = nn.Embedding(longest, width)
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, length, words)."""
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def next_token(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy of logits (batch, length, words) and targets (batch, length)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    """GPT-2 small of the transformers library, random weights; ImportError without the library.
+
+    Called with tokens (batch, length) it returns logits; its key-value cache is off.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(use_cache=False, **changes)
+    return _Logits(GPT2LMHeadModel(config))
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens).logits
+        return logits
+
+
+def parameters_of(model: nn.Module) -> int:
+    """How many numbers are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def large_model(
+    kata: ModuleType, device: torch.device, *, full: bool, checkpoint: bool
+) -> tuple[nn.Module, Tensor]:
+    """Q9's model and its input: 32 layers, 1024 wide, 16 x 1024; or one that fits a laptop."""
+    layers, width, batch, length = (32, 1024, 16, 1024) if full else (16, 128, 4, 256)
+    with device:
+        model = kata.LargeModel(layers, width, dropout=0.0, use_checkpoint=checkpoint)
+        return model.train(), torch.zeros(batch, length, width)
+
+
+def plain_step(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Optimizer,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """amp_loop's train_step without what looks at values: for dry runs, which have none."""
+    optimizer.zero_grad()
+    inputs, targets = batch
+    with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        loss = loss_fn(model(inputs).float(), targets)
+    loss.backward()
+    optimizer.step()

@@ -1,0 +1,188 @@
+"""What an experiment writes into: measured samples, and the page that they add up to.
+
+def run(lab: Lab) -> None:
+    peak = lab.sample("fp32", lambda: measure_something())     # kept: a second run reads it
+    lab.say("A sentence.")
+    lab.table("Peaks", ["configuration", "GiB"], [["fp32", "13.6"]])
+    lab.plot("peaks", figure, "AMP saves a third of the peak, not half", "Bars of ...")
+    lab.claim("q9-amp-half", "35 % of the peak", holds=False, when="weights stay float32")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from kit.catalog import ROOT
+from lab.claims import CLAIMS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words; numbers come with their unit in the heading or in the cell."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure: its title states the finding, `alt` what is drawn, for whoever cannot see it."""
+
+    name: str
+    title: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured for one claim, and under which conditions the claim holds.
+
+    `verdict` is "holds", "holds in part", "does not hold" or "not measured".
+    """
+
+    claim: str
+    measured: str
+    verdict: str
+    when: str
+
+
+VERDICTS = ("holds", "holds in part", "does not hold", "not measured")
+
+
+@dataclass
+class Page:
+    """One experiment as it was carried out; what `--json` and the report are made of."""
+
+    name: str
+    title: str
+    question: str
+    seconds: float = 0.0
+    blocks: list[Text | Table | Plot] = field(default_factory=list)
+    claims: list[Measured] = field(default_factory=list)
+    samples: dict[str, Any] = field(default_factory=dict)
+
+
+class Lab:
+    """Where one experiment runs, how large, and what it has found so far.
+
+    Attributes:
+        quick: whether all experiments together must take less than three minutes on two cores.
+        device: cuda where there is one, and the cpu with smaller shapes elsewhere.
+    """
+
+    def __init__(self, page: Page, folder: Path, device: torch.device, *, quick: bool) -> None:
+        self.page, self.device, self.quick = page, device, quick
+        self._folder = folder
+        self._kept = folder / "samples" / f"{page.name}.json"
+        self._key = conditions(device, quick=quick)
+        kept = read_json(self._kept)
+        same = kept.get("conditions") == self._key and kept.get("code") == code_of(page.name)
+        self._samples: dict[str, Any] = kept.get("samples", {}) if same else {}
+
+    def sample(self, name: str, measure: Callable[[], T]) -> T:
+        """What `measure()` returns, which JSON can hold; kept, so an interrupted run goes on here.
+
+        Numbers are drawn anew from the same seed for each sample: none depends on those before it.
+        """
+        if name not in self._samples:
+            torch.manual_seed(0)
+            self._samples[name] = json.loads(json.dumps(measure()))
+            kept = {"conditions": self._key, "code": code_of(self.page.name)}
+            write_json(self._kept, {**kept, "samples": self._samples})
+        self.page.samples[name] = self._samples[name]
+        found: T = self._samples[name]
+        return found
+
+    def say(self, text: str) -> None:
+        """A paragraph of the page."""
+        self.page.blocks.append(Text(text))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table of the page."""
+        self.page.blocks.append(Table(title, list(columns), [list(row) for row in rows]))
+
+    def plot(self, name: str, figure: Figure, title: str, alt: str) -> None:
+        """A figure of the page, saved as SVG and PNG."""
+        from lab import draw  # whoever only lists experiments waits for no matplotlib
+
+        draw.save(figure, self._folder / "plots" / f"{self.page.name}-{name}", title)
+        self.page.blocks.append(Plot(f"{self.page.name}-{name}", title, alt))
+
+    def claim(self, claim: str, measured: str, *, verdict: str, when: str = "") -> None:
+        """Set a measurement beside a claim of lab.claims; `when`: the conditions."""
+        if claim not in CLAIMS:
+            raise ValueError(f"lab/claims.py has no claim {claim!r}")
+        if verdict not in VERDICTS:
+            raise ValueError(f"a verdict is one of {', '.join(VERDICTS)}, not {verdict!r}")
+        self.page.claims.append(Measured(claim, measured, verdict, when))
+
+
+def conditions(device: torch.device, *, quick: bool) -> dict[str, Any]:
+    """What a sample depends on, beside the code: part of the report."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return {
+        "device": str(device),
+        "gpu": gpu,
+        "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "quick": quick,
+        "seed": 0,
+    }
+
+
+def code_of(name: str) -> str:
+    """A fingerprint of the experiment, of what it is made with, and of the references."""
+    lab = Path(__file__).parent
+    paths = [lab / "experiments" / f"{name}.py", lab / "measure.py", lab / "models.py"]
+    digest = hashlib.sha256()
+    for path in [*paths, *sorted((ROOT / "solutions").glob("*.py"))]:
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()[:16]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file as it was written; nothing if it is not there, or broken off."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    part.replace(path)
+
+
+def as_json(page: Page) -> dict[str, Any]:
+    """The page as JSON can hold it; each block with a word for what it is."""
+    blocks = [{"kind": type(b).__name__.lower(), **dataclasses.asdict(b)} for b in page.blocks]
+    return {**dataclasses.asdict(page), "blocks": blocks}
