@@ -119,11 +119,11 @@ def _add_up(log: StorageLog, reading: Reading | None = None) -> Account:
         most = {kind: max(most[kind], now[kind]) for kind in KINDS}
         if sum(now.values()) > sum(at_peak.values()):
             at_peak = _copy(now)
-    changes = [Change(0, kinds[record], record.before, False) for record in log.old]
+    history = [Change(0, kinds[record], record.before, False) for record in log.old]
     for point, record, delta in log.changes:
         waits = not record.before and record.freed_in_backward and not record.made_in_backward
-        changes.append(Change(point, kinds[record], delta, waits))
-    return Account(reading or counted, before, at_peak, most, _copy(now), tuple(changes))
+        history.append(Change(point, kinds[record], delta, waits))
+    return Account(reading or counted, before, at_peak, most, _copy(now), tuple(history))
 
 
 def _copy(counts: Mapping[str, int]) -> dict[str, int]:
