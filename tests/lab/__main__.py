@@ -84,8 +84,7 @@ def _carry_out(
             page = Page(name_of(experiment), experiment.TITLE, experiment.QUESTION)
             start = time.perf_counter()
             experiment.run(Lab(page, folder, device, quick=quick))
-            page.seconds = time.perf_counter() - start
-            progress.console.print(f"  {experiment.TITLE}: {page.seconds:.0f} s")
+            progress.console.print(f"  {experiment.TITLE}: {time.perf_counter() - start:.0f} s")
             progress.advance(task, estimate)
             pages.append(page)
     return pages

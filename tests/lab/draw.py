@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,8 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, int]]) -> None:
         axes.barh(names, sizes, left=left, label=kind, linewidth=0, **style)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for number, total in enumerate(left):
-        axes.text(total, number, f" {total:.3g}", va="center")
+        place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{total:.3g}", (total, number), **place)
     axes.invert_yaxis()
     axes.set_xlim(0, max(left) * 1.12)
     axes.set_xlabel(word)
@@ -125,8 +127,8 @@ def save(found: Figure, path: Path, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found.savefig(path.with_suffix(".png"), dpi=144)
     text = io.StringIO()
-    # Names in a page must differ between plots: each has a salt of its own, and no date.
     with mpl.rc_context({"svg.hashsalt": path.name}):
         found.savefig(text, format="svg", metadata={"Date": None})
-    svg = text.getvalue()
+    # Names in a page must differ between plots.
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{path.name}-", text.getvalue())
     path.with_suffix(".svg").write_text(svg[svg.index("<svg") :], encoding="utf-8")

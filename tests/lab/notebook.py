@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ VERDICTS = ("holds", "holds in part", "does not hold", "not measured")
 
 @dataclass
 class Page:
-    """One experiment as it was carried out; what `--json` and the report are made of."""
+    """One experiment as it was carried out: the report is made of these. Samples took `seconds`."""
 
     name: str
     title: str
@@ -101,6 +102,7 @@ class Lab:
         kept = read_json(self._kept)
         same = kept.get("conditions") == self._key and kept.get("code") == code_of(page.name)
         self._samples: dict[str, Any] = kept.get("samples", {}) if same else {}
+        page.seconds = kept.get("seconds", 0.0) if same else 0.0
 
     def sample(self, name: str, measure: Callable[[], T]) -> T:
         """What `measure()` returns, which JSON can hold; kept, so an interrupted run goes on here.
@@ -109,9 +111,12 @@ class Lab:
         """
         if name not in self._samples:
             torch.manual_seed(0)
+            start = time.perf_counter()
             self._samples[name] = json.loads(json.dumps(measure()))
-            kept = {"conditions": self._key, "code": code_of(self.page.name)}
-            write_json(self._kept, {**kept, "samples": self._samples})
+            self.page.seconds += time.perf_counter() - start
+            kept: dict[str, Any] = {"conditions": self._key, "code": code_of(self.page.name)}
+            kept |= {"seconds": self.page.seconds, "samples": self._samples}
+            write_json(self._kept, kept)
         self.page.samples[name] = self._samples[name]
         found: T = self._samples[name]
         return found
