@@ -74,6 +74,12 @@ def plan(session: nox.Session) -> None:
 
 
 @nox.session
+def timeline(session: nox.Session) -> None:
+    """A picture of live bytes through one step, yours beside the reference's: -- NAME."""
+    _desk(session, "timeline")
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """The same specs on CUDA, with what only a GPU shows: nox -s gpu -- [NAME]."""
     _desk(session, "gpu")
@@ -262,7 +268,10 @@ def _misplaced(arguments: list[str]) -> str:
     after = list(itertools.dropwhile(lambda word: word not in flags, arguments))[1:]
     name, *words = [*itertools.takewhile(lambda word: not word.startswith("-"), after)] or [""]
     is_misplaced = any(word not in globals() for word in words)
-    if name not in ("kata", "watch", "hint", "reset", "plan", "gpu") or not is_misplaced:
+    if (
+        name not in ("kata", "watch", "hint", "reset", "plan", "timeline", "gpu")
+        or not is_misplaced
+    ):
         return ""
     return f"nox -s {name} -- {' '.join(words)}"
 

@@ -13,7 +13,7 @@ if __name__ == "__main__" and sys.argv[1:2] in (["kata"], ["watch"]):
     forkserver.start()  # it imports torch while the rest is imported here
 
 # ruff: isort: split
-from desk import board, gpu, hints, kata, plan, report, reset, watch
+from desk import board, gpu, hints, kata, plan, report, reset, timeline, watch
 from desk.asked import Misuse
 from desk.paper import Paper
 
@@ -72,6 +72,8 @@ def _run(options: argparse.Namespace, paper: Paper) -> int:
     if options.command == "plan":
         sizes = plan.given_sizes(options)
         return plan.run(options.name, options.answers, sizes, options.timeout, paper)
+    if options.command == "timeline":
+        return timeline.run(options.name, options.answers, options.timeout, paper)
     if options.command == "hint":
         return hints.run(options.name, options.part, options.rung, paper)
     if bool(options.name) == options.every:
@@ -119,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_answers(command)
     command.add_argument("--timeout", type=float, default=60.0, help="seconds for the plan (60)")
     plan.add_sizes(command)
+
+    words = "live bytes through one step of an answer, drawn beside the reference's"
+    command = commands.add_parser("timeline", help=words)
+    command.add_argument("name", nargs="?", help="a name, or a number on the board")
+    _add_answers(command)
+    command.add_argument("--timeout", type=float, default=60.0, help="seconds for it all (60)")
 
     command = commands.add_parser("hint", help="one hint, for the part in hand or another")
     command.add_argument("name", nargs="?", help="a name, or a number on the board")

@@ -262,6 +262,18 @@ class Plan(Document):
     trouble: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Document):
+    """Of `timeline`: the picture and the bytes of each peak, or else the problem or the trouble."""
+
+    kata: KataName
+    answer: str
+    picture: str
+    peaks: dict[str, int]
+    problem: Problem | None
+    trouble: str
+
+
 @dataclass(frozen=True)
 class Stub:
     """What became of one file: `written` afresh, and where the work in it is `kept` ("": nowhere).

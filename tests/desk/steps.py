@@ -38,7 +38,10 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
     hint = f"nox -s hint -- {job.kata.name}"
     if options or not spec_hint(job.kata, spec.name):
         hint += f" {spec.part}"  # without a part it begins with the hint of the spec
-    return [("Next", f"{verb} {_where(outcome, job)}"), ("then", again), ("a hint", hint)]
+    steps = [("Next", f"{verb} {_where(outcome, job)}"), ("then", again), ("a hint", hint)]
+    if outcome.charts and job.kata.has_timeline:
+        steps.append(("a picture", f"nox -s timeline -- {job.kata.name}{options}"))
+    return steps
 
 
 def _where(outcome: Outcome, job: Job) -> str:

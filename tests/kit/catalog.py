@@ -99,6 +99,11 @@ class Kata:
         return ROOT / "tests" / "specs" / self.name
 
     @property
+    def has_timeline(self) -> bool:
+        """Whether a step of it can be drawn: kit.memory.stack says how."""
+        return (self.specs / "timeline.py").exists()
+
+    @property
     def hints(self) -> Path:
         """The rungs of hints for each part."""
         return ROOT / "katas" / "hints" / f"{self.name}.md"

@@ -18,47 +18,16 @@ from kit.answers.loading import load
 from kit.catalog import find_kata
 from kit.memory.account import Account, account
 from kit.memory.ruler import LiveBytes, measure
+from kit.memory.stack import KINDS, by_kind, highest, stacked, thin
 from kit.ranks.simulated import dry_run
 
-# What the bytes of a step are, from the bottom of a stack to its top. Activations wait for the
-# backward pass; what is recomputed in it, and every other transient, is temporary.
-KINDS = ("weights", "optimizer state", "gradients", "data", "activations", "temporary")
-_NAMES = {"shards": "weights", "unsharded": "weights", "communication": "temporary"}
+__all__ = ["KINDS", "by_kind", "highest", "stacked", "thin"]  # what experiments need of the kit
 
 
 @functools.cache
 def solution(name: str) -> ModuleType:
     """The reference solution of a kata."""
     return load(find_kata(name).solution)
-
-
-def by_kind(books: Account) -> dict[str, int]:
-    """Bytes of each of KINDS at the peak; the sum is the peak."""
-    return max(stacked(books), key=lambda row: sum(row.values()))
-
-
-def stacked(books: Account) -> list[dict[str, int]]:
-    """Bytes of each of KINDS at every point of the step at which something came or went."""
-    now, rows, at = dict.fromkeys(KINDS, 0), list[dict[str, int]](), 0
-    for point, kind, delta, waits in books.changes:
-        if point != at:
-            rows.append(dict(now))
-            at = point
-        now[_kind(kind, point, waits)] += delta
-    return [*rows, now]
-
-
-def _kind(kind: str, point: int, waits: bool) -> str:
-    if kind != "activations":
-        return _NAMES.get(kind, kind)
-    return "data" if point == 0 else "activations" if waits else "temporary"
-
-
-def thin(rows: list[dict[str, int]], most: int = 400) -> list[dict[str, int]]:
-    """So few of the rows that a plot can show them, with the highest of each stretch."""
-    size = -(-len(rows) // most)
-    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return [max(part, key=lambda row: sum(row.values())) for part in parts]
 
 
 def books_of(

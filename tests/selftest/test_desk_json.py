@@ -17,6 +17,7 @@ from desk.__main__ import main
 from selftest.test_desk_plan import PLAN
 from selftest.tiny import SOLUTION, House, later, new_folder, result
 from selftest.tiny_answers import ANSWERS, in_mean, line_of
+from selftest.tiny_timeline import add_timeline
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,6 +32,7 @@ def home() -> House:
         house.add_kata(name)
     house.write(".katas", "")
     house.write("tests/specs/tiny_mean/plan.py", PLAN)
+    add_timeline(house)
     house.write("katas/second.py", "mine")
     for name in ("all", "syntax"):
         house.write(f"answers/{name}.py", ANSWERS[name][0])
@@ -56,6 +58,8 @@ COMMANDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "hint": (schema.Hint, ("hint", "1")),
     "plan": (schema.Plan, ("plan", "--values=31")),
     "plan of an error": (schema.Plan, ("plan", "--answers", "answers/raises.py")),
+    "timeline": (schema.Timeline, ("timeline", "1", "--answers", "solutions")),
+    "timeline of an error": (schema.Timeline, ("timeline", "1", "--answers", "answers/raises.py")),
     "reset": (schema.Reset, ("reset", "--every")),
     "misuse": (schema.Error, ("kata", "nowhere")),
 }
@@ -210,6 +214,15 @@ def test_a_plan_has_its_bytes_or_its_problem():
     assert _document("plan")[1]["sizes"] == {"values": 31, "ranks": 1000}
     document = _document("plan of an error")[1]
     assert document["table"] is None
+    assert document["problem"]["got"] == "ValueError: of the answer"
+
+
+def test_a_timeline_has_its_picture_or_its_problem():
+    document = _document("timeline")[1]
+    assert document["picture"] == "lab-report/timeline-tiny_mean.png"
+    assert list(document["peaks"]) == ["plain", "yours", "reference"]
+    document = _document("timeline of an error")[1]
+    assert (document["picture"], document["peaks"]) == ("", {})
     assert document["problem"]["got"] == "ValueError: of the answer"
 
 
