@@ -81,8 +81,11 @@ def timeline(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The same specs on CUDA, with what only a GPU shows: nox -s gpu -- [NAME]."""
-    _desk(session, "gpu")
+    """The same specs on CUDA, with what only a GPU shows: -- [NAME] [--lab]."""
+    words = [word for word in session.posargs if word != "--lab"]
+    _desk(session, "gpu", words)
+    if words != session.posargs:
+        _run(session, _python(session, "lab"), "-m", "lab")
 
 
 @nox.session
@@ -141,15 +144,16 @@ def lint(session: nox.Session) -> None:
     _run(session, python, "-m", "mypy", *TYPED)
 
 
-def _desk(session: nox.Session, command: str) -> None:
+def _desk(session: nox.Session, command: str, words: list[str] | None = None) -> None:
     """Run a command of the desk, which says itself what is wrong; nox only takes its exit code."""
+    words = session.posargs if words is None else words
     python = _python(session, "judge")
     # When nox began: so far it has worked and not waited, apart from making .venv.
     started = {"MEMORY_KATAS_STARTED": str(time.time() - time.process_time())}
     nox_log = logging.getLogger("nox")
     nox_log.addFilter(_is_of_no_command)
     try:
-        _run(session, python, "-m", "desk", command, *session.posargs, env=started)
+        _run(session, python, "-m", "desk", command, *words, env=started)
     except CommandFailed as error:
         code = re.search(r"\d+$", str(error.reason))
         sys.exit(int(code.group()) if code else 1)  # nox has a line for a session that returns

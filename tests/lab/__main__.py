@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kit.catalog import ROOT, shown
+from kit.memory import gpu
 from lab import experiments, report
 from lab.notebook import Lab, Page, conditions
 
@@ -68,6 +69,8 @@ def main(words: list[str] | None = None) -> int:
 def _carry_out(
     console: Console, wanted: list[ModuleType], folder: Path, device: torch.device, *, quick: bool
 ) -> list[Page]:
+    if device.type == "cuda":
+        gpu.prepare(device)
     pages = []
     estimates = [_seconds(experiment, quick=quick) for experiment in wanted]
     console.print(f"{len(wanted)} experiments on {device}, about {_minutes(sum(estimates))}")

@@ -16,6 +16,7 @@ pytest.importorskip("matplotlib", reason="the lab draws with matplotlib")
 
 from rich.console import Console
 
+from kit.catalog import ROOT, all_katas
 from lab import __main__ as command
 from lab import draw, measure, report
 from lab.claims import ARTICLES, CLAIMS
@@ -187,3 +188,24 @@ def test_the_kinds_of_a_timeline_add_up_to_the_ruler():
     # what ReLU returns, and the output, which square saves
     assert max(row["activations"] for row in measure.stacked(books)) == 256 * (128 + 8) * 4
     assert isinstance(measure.solution("amp_loop"), ModuleType)
+
+
+ROWS = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- topics -->")[2]
+ROWS = ROWS.partition("<!-- /topics -->")[0]
+
+
+def test_the_readme_maps_every_topic_to_what_is_there():
+    links = re.findall(r"\]\(([^)]+)\)", ROWS)
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).is_file(), link
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.M)
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, link
+    rows = [line for line in ROWS.splitlines() if line.startswith("| ")][1:]
+    assert all(re.search(r"\]\(", row) for row in rows)
+    articles = {name for row in rows for name in row.split("|")[2].replace(" ", "").split(",")}
+    assert articles == set(ARTICLES)
+    for name in [names(experiment) for experiment in EXPERIMENTS]:
+        assert f"tests/lab/experiments/{name}.py" in links, name
+    assert {f"katas/{kata.name}.py" for kata in all_katas()} <= set(links)
