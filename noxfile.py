@@ -107,10 +107,16 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """How fast verdicts, the ruler and segments are (pytest-benchmark); a quarter of an hour."""
-    python = _python(session, "prove")
+    """Speed of verdicts, ruler and segments (a quarter of an hour); -- peers: references beside."""
+    words = list(session.posargs)
+    peers = words[:1] == ["peers"]
+    python = _python(session, "prove", *(["peers"] if peers else []))
+    if peers:
+        _add(session, python, "peers")
+        words[0] = "tests/bench/test_peers.py"
+    files = [] if peers else ["tests/bench", "--ignore=tests/bench/test_peers.py"]
     options = ("-p", "no:randomly", "--benchmark-columns=median,iqr,rounds")
-    _run(session, python, "-m", "pytest", "tests/bench", "-q", *options, *session.posargs)
+    _run(session, python, "-m", "pytest", *files, "-q", *options, *words)
 
 
 @nox.session
@@ -123,9 +129,7 @@ def lab(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Break the references in every small way and list what no spec notices: -- [NAME]; slow."""
     python = _python(session, "mutants")
-    if not _is_without_venv():
-        wanted = nox.project.dependency_groups(PROJECT, "mutants")
-        _quietly(session, python, "-m", "pip", "install", "--quiet", *wanted)
+    _add(session, python, "mutants")
     _run(session, python, "-m", "bench.mutants", *session.posargs)
 
 
@@ -217,6 +221,13 @@ def _install(session: nox.Session, python: Path) -> None:
     packages = nox.project.dependency_groups(PROJECT, "dev")
     _quietly(session, str(python), "-m", "pip", "install", "--quiet", *packages)
     STAMP.write_text(_stamp())
+
+
+def _add(session: nox.Session, python: str, group: str) -> None:
+    """Install what only this session needs."""
+    if not _is_without_venv():
+        wanted = nox.project.dependency_groups(PROJECT, group)
+        _quietly(session, python, "-m", "pip", "install", "--quiet", *wanted)
 
 
 def _is_healthy(python: Path) -> bool:
