@@ -49,7 +49,7 @@ def _graph(lab: Lab) -> None:
     )
     _plot_timelines(lab, "graph", title, found)
     lab.say(
-        "`total_loss += loss` makes the sum the end of a chain of all graphs. Where backward() has "
+        "total_loss += loss makes the sum the end of a chain of all graphs. Where backward() has "
         "run, the graphs have freed the tensors that they saved, and only their nodes are left. It "
         "hurts where nothing runs backward: in an evaluation without no_grad()."
     )
