@@ -1,0 +1,270 @@
+"""MEDIUM's experiment: the largest batch within a budget, samples a second, and padding."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lab import draw, strangers
+from lab.largest import largest_batch
+from lab.measure import alternating, fits, ratio, rehearsed, times
+from lab.notebook import Lab
+from lab.padding import SIZES, WIDE, padded, seconds_of_products, waste_of
+from lab.strangers import WAYS, Trained
+
+ORDER = 5
+TITLE = "Largest batch and throughput"
+QUESTION = "How large a batch fits in a budget, and how many samples a second does it train?"
+SECONDS = {"quick": 20, "full": 180}
+CLAIMS = ("medium-batch", "medium-speed", "medium-padding")
+
+MODELS = ("ViT", "GPT-2")
+DEVICE_BYTES = 40 * 2**30  # one A100 of the article's machine
+BYTES_A_PARAMETER = 34  # the same for each of the 1.26 billion parameters of the article's ViT
+Search = dict[str, Any]  # "largest", "budget" in bytes, and the "tries": [batch, whether it fitted]
+
+
+def run(lab: Lab) -> None:
+    """The search on each model, throughput at what it found, and padding."""
+    found: dict[str, dict[str, Search]] = {}
+    speed: dict[str, dict[str, list[float]]] = {}
+    for name in MODELS:
+        with _collector_skips_libraries():
+            found[name] = {
+                way: lab.sample(f"{name} {way}", partial(_search, lab, name, way)) for way in WAYS
+            }
+        speed[name] = lab.sample(f"{name} speed", partial(_speed, lab, name, found[name]))
+    _largest(lab, found, speed)
+    articles = found["ViT"]
+    if lab.device.type != "cuda" and not lab.quick:
+        articles = {w: lab.sample(f"article's ViT {w}", partial(_dry_search, w)) for w in WAYS}
+        _tries(lab, "The article's ViT, by a dry run", articles)
+    _padding(lab)
+    growth = {name: _growth(searches) for name, searches in found.items()}
+    _claims(lab, {**growth, "ViT": _growth(articles)}, speed)
+
+
+@contextmanager
+def _collector_skips_libraries() -> Iterator[None]:
+    """Each try ends with a collection, which would look through all of torch and transformers."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _search(lab: Lab, name: str, way: str) -> Search:
+    gc.collect()
+    on_gpu = lab.device.type == "cuda"
+    trained = Trained(name, way, lab.device, full=on_gpu, small=lab.quick)
+    budget = BYTES_A_PARAMETER * trained.parameters
+    if on_gpu:
+        budget = DEVICE_BYTES // (4 if lab.quick else 1)
+    tries = list[tuple[int, bool]]()
+
+    def try_one(size: int) -> bool:
+        step, batch = trained.step(size)
+        # The first step makes Adam's state within the budget; for later ones it is known.
+        known = [trained.model, trained.optimizer, *batch]
+        tries.append((size, fits(step, lab.device, budget, known)))
+        trained.optimizer.zero_grad()  # a step that failed leaves gradients
+        return tries[-1][1]
+
+    return {"largest": largest_batch(try_one), "budget": budget, "tries": tries}
+
+
+def _dry_search(way: str) -> Search:
+    """The article's own shape within one A100, on fake tensors."""
+    tries = list[tuple[int, bool]]()
+
+    def made(size: int) -> tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]:
+        trained = Trained("ViT", way, torch.device("cpu"), full=True, small=False)
+        step, batch = trained.step(size, dry=True)
+        return step, trained.model, trained.optimizer, list(batch)
+
+    def try_one(size: int) -> bool:
+        tries.append((size, rehearsed(partial(made, size)).peak <= DEVICE_BYTES))
+        return tries[-1][1]
+
+    return {"largest": largest_batch(try_one), "budget": DEVICE_BYTES, "tries": tries}
+
+
+def _speed(lab: Lab, name: str, found: dict[str, Search]) -> dict[str, list[float]]:
+    """Samples a second, of each way at its largest batch."""
+    gc.collect()  # the models of the search: checkpointed ones refer to themselves
+    on_gpu = lab.device.type == "cuda"
+    sizes = {way: search["largest"] for way, search in found.items() if search["largest"]}
+
+    def step_of(way: str) -> Callable[[], object]:
+        return Trained(name, way, lab.device, full=on_gpu, small=lab.quick).step(sizes[way])[0]
+
+    rounds = 5 if lab.quick else 11
+    if on_gpu:  # one after another: the models together would need four times the memory
+        seconds = {}
+        for way in sizes:
+            seconds[way] = times(step_of(way), lab.device, rounds)
+            gc.collect()
+    else:
+        seconds = alternating({way: step_of(way) for way in sizes}, lab.device, rounds)
+    return {way: [sizes[way] / second for second in found] for way, found in seconds.items()}
+
+
+def _growth(found: dict[str, Search]) -> dict[str, float]:
+    """How many times fp32's largest batch each way fits; nothing to compare if that is 0."""
+    base = found["fp32"]["largest"]
+    return {way: search["largest"] / base if base else 0.0 for way, search in found.items()}
+
+
+def _tries(lab: Lab, title: str, found: dict[str, Search]) -> None:
+    marks = {True: "", False: " x"}
+    growth = _growth(found)
+    lab.table(
+        f"{title}: the search; x is out of memory",
+        ["configuration", "budget, MiB", "largest batch", "times fp32", "tried"],
+        [
+            [way, f"{search['budget'] / 2**20:,.1f}", str(search["largest"]), f"{growth[way]:.2f}"]
+            + [", ".join(f"{size}{marks[fitted]}" for size, fitted in search["tries"])]
+            for way, search in found.items()
+        ],
+    )
+
+
+def _largest(
+    lab: Lab, found: dict[str, dict[str, Search]], speed: dict[str, dict[str, list[float]]]
+) -> None:
+    on_gpu = lab.device.type == "cuda"
+    whose = "of the transformers library" if strangers.installed() else "of our own"
+    how = "the caching allocator" if on_gpu else "the ruler, which refuses what exceeds it"
+    share = f", {BYTES_A_PARAMETER} bytes a parameter as in the article's 40 GiB,"
+    budget = f"The budget{'' if on_gpu else share} is enforced by {how}."
+    lab.say(
+        f"A ViT and a GPT-2 {whose}, random weights, Adam with foreach. {budget} "
+        "The search is lab/largest.py, made to be copied."
+    )
+    figure, panels = draw.figure(columns=2, rows=2, height=4.4)
+    for row, name in enumerate(MODELS):
+        batches = {way: float(search["largest"]) for way, search in found[name].items()}
+        rates = {way: statistics.median(values) for way, values in speed[name].items()}
+        _bars(panels[2 * row], batches, f"{name}: largest batch")
+        _bars(panels[2 * row + 1], rates, f"{name}: samples a second")
+        _tries(lab, name, found[name])
+    parts = []
+    for name in MODELS:
+        growth = _growth(found[name])
+        amp, checkpointed, both = (f"{growth[w]:.1f}" for w in ("AMP", "checkpointed", "both"))
+        parts.append(f"{name}: AMP {amp}, checkpointed {checkpointed}, both {both}")
+    title = f"Largest batch as a multiple of fp32's. {'; '.join(parts)}"
+    lab.plot("batches", figure, title, "Bars: largest batch, and samples a second at it.")
+    lab.table(
+        "Samples a second at the largest batch",
+        ["model", "configuration", "samples a second", "times fp32", "spread"],
+        [
+            [name, way, f"{statistics.median(values):,.0f}"]
+            + [f"{part:.2f}" for part in ratio(values, speed[name]["fp32"])]
+            for name in MODELS
+            if "fp32" in speed[name]
+            for way, values in speed[name].items()
+        ],
+    )
+
+
+def _bars(axes: Any, bars: dict[str, float], title: str) -> None:
+    for number, (name, value) in enumerate(bars.items()):
+        style = {"color": draw.LINES[number]["color"], "hatch": ("", "//", "..", "xx")[number]}
+        axes.barh(name, value, edgecolor="white", linewidth=0, height=0.7, **style)
+        axes.text(value, number, f" {value:,.0f}", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max([*bars.values(), 1.0]) * 1.2)
+    axes.set_xlabel(title)
+    axes.grid(visible=False, axis="y")
+
+
+def _padding(lab: Lab) -> None:
+    rounds = 15 if lab.quick else 40
+    seconds = lab.sample("padding", lambda: seconds_of_products(lab.device, rounds))
+    waste = waste_of(seconds)
+    figure, (axes,) = draw.figure(height=3.4)
+    every = range(min(SIZES), max(SIZES) + 1)
+    for multiple, style in ((128, draw.LINES[0]), (16, draw.LINES[2])):
+        line = {"color": style["color"], "linestyle": style["linestyle"], "linewidth": 1.2}
+        computed = [padded(size, multiple) / size for size in every]
+        axes.plot(every, computed, label=f"computed, padded to multiples of {multiple}", **line)
+    found = [waste[size] for size in SIZES]
+    axes.plot(SIZES, found, "s", color=draw.LINES[1]["color"], markersize=4, label="timed here")
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+    axes.set_xlabel("columns of the matrix product")
+    axes.set_ylabel(f"time a column, times that of {WIDE}")
+    axes.legend(fontsize=8, frameon=False)
+    title = (
+        f"Padded to 128, a size of 64 costs {padded(64, 128) / 64:.0f} times its work; "
+        f"timed here, {waste[64]:.2f} times"
+    )
+    worst = max(SIZES[3:], key=lambda size: waste[size])
+    lab.say(
+        f"Of the products with {SIZES[3]} or more columns, the one with {worst} costs the most "
+        f"here: {waste[worst]:.2f} times its share. One with 64 costs {waste[64]:.2f} times, with "
+        f"65 {waste[65]:.2f} times."
+    )
+    lab.plot("padding", figure, title, "Cost of a column against the number of columns.")
+    sizes = {"channels or batch": 64, "one more": 65, "tokens of ViT, 224 by 14": 257}
+    sizes["words of GPT-2"] = 50257
+    lab.table(
+        "Computed: how many times its work a size costs when it is padded to a multiple of",
+        ["size", "8", "64", "128", "128, both sizes of a product"],
+        [
+            [f"{size:,} ({what})", *(f"{padded(size, m) / size:.3f}" for m in (8, 64, 128))]
+            + [f"{(padded(size, 128) / size) ** 2:.2f}"]
+            for what, size in sizes.items()
+        ],
+    )
+    two = (padded(64, 128) / 64) ** 2
+    measured = (
+        f"computed {padded(64, 128) / 64:.2f} times for one size of 64, {two:.2f} for two; "
+        f"timed here {waste[64]:.2f} times"
+    )
+    verdict = "holds" if waste[64] > 1.7 else "holds in part"
+    when = "where the hardware pads to 128, as a TPU does; the time is that of this device"
+    lab.claim("medium-padding", measured, verdict=verdict, when=when)
+
+
+def _claims(
+    lab: Lab, growth: dict[str, dict[str, float]], speed: dict[str, dict[str, list[float]]]
+) -> None:
+    on_gpu = lab.device.type == "cuda"
+    right = [1.1 < g["AMP"] < 2.2 and 2 <= g["checkpointed"] > g["AMP"] for g in growth.values()]
+    verdict = "holds" if all(right) else "holds in part" if any(right) else "does not hold"
+    parts = [
+        f"{name}: AMP {g['AMP']:.1f} times, checkpointing {g['checkpointed']:.1f} times"
+        for name, g in growth.items()
+    ]
+    when = "the more of the budget weights, gradients and Adam's state take, the less AMP gives"
+    lab.claim("medium-batch", "; ".join(parts), verdict=verdict, when=when)
+
+    rates = {
+        name: {way: ratio(values, of["fp32"])[0] for way, values in of.items()}
+        for name, of in speed.items()
+        if len(of) == len(WAYS)  # not if nothing fitted
+    }
+    fast = [r["AMP"] > 1.5 for r in rates.values()]
+    slight = [0.7 < r["checkpointed"] < 1 for r in rates.values()]
+    good = [*fast, *slight]
+    verdict = "holds" if all(good) else "holds in part" if any(good) else "does not hold"
+    parts = [
+        f"{name}: AMP {r['AMP']:.2f} times, checkpointing {r['checkpointed']:.2f} times"
+        for name, r in rates.items()
+    ]
+    when = "each at its largest batch"
+    if not on_gpu or not rates:
+        verdict, when = "not measured", f"{when}; of AMP a CPU cannot tell what a GPU gains"
+    lab.claim("medium-speed", "; ".join(parts), verdict=verdict, when=when)
