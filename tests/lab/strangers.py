@@ -149,3 +149,24 @@ def _with_logits(model: nn.Module) -> nn.Module:
     """The model, which returns a tensor instead of the library's record."""
     model.register_forward_hook(lambda module, args, output: output.logits)
     return model.train()
+
+
+def llama_name() -> str:
+    """What `llama` is."""
+    return "LLaMA 7B" if installed() else "A GPT of our own with 7 billion numbers"
+
+
+def llama(layers: int = 32) -> Built:
+    """LLaMA 7B by its configuration, 4096 wide: for dry runs, made in bfloat16."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        if not installed():
+            return Gpt(layers, 4608, 32000), Block
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        return _with_logits(
+            LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False))
+        ), LlamaDecoderLayer
+    finally:
+        torch.set_default_dtype(torch.float32)
