@@ -1,0 +1,294 @@
+"""Lab 1.4's second notebook: windows of 1, 4, 8 and 16 micro-batches at one effective batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from lab import draw
+from lab.measure import alternating, books_of, by_kind, ratio, rehearsed, solution
+from lab.models import Gpt, next_token, parameters_of
+from lab.notebook import Lab
+from lab.training import Batch, loss_on, one_thread, text
+
+ORDER = 3
+TITLE = "Accumulation"
+QUESTION = "What do micro-batches cost at one effective batch, and do they train the same?"
+SECONDS = {"quick": 20, "full": 80}
+CLAIMS = ("lab-accumulation",)
+
+WINDOWS = (1, 4, 8, 16)  # micro-batches to a step; with BATCH, of 16, 4, 2 and 1 sequences
+BATCH, LENGTH = 16, 512
+ARTICLE = 8  # the window at which a micro-batch has the article's 2 sequences
+SMALL = "2 layers, 64 wide, sequences of 64 bytes"
+MIDDLE = "4 layers, 128 wide, sequences of 128 bytes"  # what a CPU is timed on
+# The lowest learning rate that is tried; each further one is the square root rule's for 8 times
+# the batch, so that the linear rule's is the second next.
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
+    "AdamW": (AdamW, 5e-4),
+    "SGD": (SGD, 0.05),
+}
+KNOWS_NOTHING = math.log(256)  # nats per byte
+Made = tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]
+
+
+def cut(batch: Batch, window: int) -> list[Batch]:
+    """A batch as so many micro-batches."""
+    return list(zip(*(part.chunk(window) for part in batch), strict=True))
+
+
+def make(batch: Batch, window: int, micro_batches: int, model: nn.Module) -> Made:
+    """A step on so many of the micro-batches into which a window cuts the batch."""
+    optimizer = AdamW(model.parameters(), foreach=True)
+    parts = cut(batch, window)[:micro_batches]
+    step = partial(solution("gradient_accumulation").accumulate, model, parts, next_token)
+    return lambda: step(optimizer), model, optimizer, [batch]
+
+
+def large() -> nn.Module:
+    """A GPT of GPT-2 small's depth, width and words."""
+    return Gpt(12, 768, words=50257)
+
+
+def small(device: torch.device) -> nn.Module:
+    """What is trained, on every device."""
+    torch.manual_seed(0)
+    with device:
+        return Gpt(2, 64, longest=64)
+
+
+def run(lab: Lab) -> None:
+    """Peak and time of a window, its gradients, and what they train."""
+    lab.say(
+        f"Every window makes one step on {BATCH} sequences: 1 micro-batch of {BATCH}, or "
+        + ", ".join(f"{window} of {BATCH // window}" for window in WINDOWS[1:])
+        + ". The large batch is the window of 1."
+    )
+    total, alone = _memory(lab)
+    slower = _time(lab)
+    _distances(lab)
+    _convergence(lab)
+    _rules(lab)
+
+    more, (time, spread) = total[ARTICLE] / alone[ARTICLE] - 1, slower[ARTICLE]
+    good = (more < 0.02) + (time < 1.1)
+    where = "on this GPU" if lab.device.type == "cuda" else f"on a CPU, with {MIDDLE}"
+    lab.claim(
+        "lab-accumulation",
+        f"{more:+.0%} memory over a micro-batch alone, {time - 1:+.0%} time (spread {spread:.0%}) "
+        f"over the large batch, at a window of {ARTICLE}",
+        verdict=("does not hold", "holds in part", "holds")[good],
+        when="gradients, as large as the weights, stay through later micro-batches; the time "
+        f"is that of micro-batches of {BATCH // ARTICLE} {where}",
+    )
+
+
+def _memory(lab: Lab) -> tuple[dict[int, int], dict[int, int]]:
+    """Peaks of each window and, of the same size, of a micro-batch alone, in bytes."""
+    peaks = {n: lab.sample(f"peak {n}", partial(_peak, lab, n, alone=False)) for n in WINDOWS}
+    alone = {n: lab.sample(f"alone {n}", partial(_peak, lab, n, alone=True)) for n in WINDOWS[1:]}
+    total, single = ({n: sum(p.values()) for n, p in found.items()} for found in (peaks, alone))
+    count = lab.sample("parameters", _parameters)
+    shape = f"{count / 1e6:.0f} million parameters, {BATCH} x {LENGTH} to a step, AdamW"
+    how = "counted by the allocator" if lab.device.type == "cuda" else "a dry run on fake tensors"
+    also = ""
+    if lab.quick and lab.device.type != "cuda":
+        also = " Of each window two micro-batches are run: all later ones are as the second."
+    lab.say(f"A GPT of GPT-2 small's shape, {shape}; {how}.{also}")
+    bars = {"large batch": peaks[1]}
+    for n in WINDOWS[1:]:
+        bars[f"window of {n}"] = peaks[n]
+        bars[f"{BATCH // n} alone"] = alone[n]
+    figure, (axes,) = draw.figure(height=4.0)
+    draw.stacked_bars(axes, bars)
+    last = WINDOWS[-1]
+    over = max(total[n] - single[n] for n in single)
+    title = (
+        f"A window of {last} saves {1 - total[last] / total[1]:.0%} of the large batch's peak, and "
+        f"needs up to {over / 2**30:.2f} GiB more than its micro-batch alone"
+    )
+    lab.plot("peaks", figure, title, f"Bytes at the peak of a step by kind, by window; {shape}.")
+    return total, {**single, 1: total[1]}
+
+
+def _peak(lab: Lab, window: int, *, alone: bool) -> dict[str, int]:
+    on_gpu = lab.device.type == "cuda"
+    count = 1 if alone else window if on_gpu or not lab.quick else min(window, 2)
+    if on_gpu:
+        (batch,) = text(lab.device, 1, BATCH, LENGTH)
+        with lab.device:
+            made = make(batch, window, count, large())
+        return by_kind(books_of(made[0], lab.device, *made[1:]))
+
+    def rehearsal() -> Made:
+        x = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+        return make((x, x.clone()), window, count, large())
+
+    return by_kind(rehearsed(rehearsal))
+
+
+def _parameters() -> int:
+    with torch.device("meta"):
+        return parameters_of(large())
+
+
+def _time(lab: Lab) -> dict[int, tuple[float, float]]:
+    """How many times as long as the large batch a step of each window takes, and the spread."""
+    seconds = lab.sample("seconds", lambda: _seconds(lab))
+    found = {n: ratio(seconds[str(n)], seconds["1"]) for n in WINDOWS}
+    where = "this GPU" if lab.device.type == "cuda" else f"this CPU, one thread ({MIDDLE})"
+    lab.table(
+        f"Time of a step on {where}",
+        ["window", "micro-batch", "times the large batch's", "spread"],
+        [
+            [str(n), str(BATCH // n), f"{x:.2f}", f"{spread:.2f}"]
+            for n, (x, spread) in found.items()
+        ],
+    )
+    return found
+
+
+def _seconds(lab: Lab) -> dict[str, list[float]]:
+    on_gpu = lab.device.type == "cuda"
+    with lab.device:
+        model = large() if on_gpu else Gpt(4, 128, longest=128)
+    (batch,) = text(lab.device, 1, BATCH, LENGTH if on_gpu else 128)
+    steps = {str(n): make(batch, n, n, model)[0] for n in WINDOWS}
+    with one_thread(lab.device):
+        return alternating(steps, lab.device, rounds=4 if lab.quick else 15)
+
+
+def _distances(lab: Lab) -> None:
+    found = lab.sample("distances", lambda: _gradients(lab))
+    figure, (axes,) = draw.figure(height=3.4)
+    draw.lines(axes, WINDOWS[1:], found)
+    axes.set_yscale("log")
+    axes.set_xticks(WINDOWS[1:])
+    axes.set_xlabel("micro-batches to a window")
+    axes.set_ylabel("relative distance of the gradients")
+    axes.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="center right")
+    worst = max(max(found[name]) for name in found if name.endswith("tokens"))
+    mean, equal = (max(found[f"{size}, mean of means"]) for size in ("unequal", "equal"))
+    title = (
+        f"Divided by the window's tokens, gradients are right to {worst:.0e}; a mean of means is "
+        f"off by {mean:.0%} with unequal micro-batches, by {equal:.0e} with equal ones"
+    )
+    alt = "Distance from the large batch's gradients by window, for two divisors."
+    lab.plot("distances", figure, title, alt)
+
+
+def _gradients(lab: Lab) -> dict[str, list[float]]:
+    """Relative 2-norms of the differences from the large batch's gradients, by window."""
+    kata, (whole,) = solution("gradient_accumulation"), text(lab.device, 1, BATCH, 64)
+    # As padded text: between 4 and 64 labelled bytes to a sequence, 64 of them in the longest.
+    lengths = torch.randint(4, 65, (BATCH,)).to(lab.device)
+    padding = torch.arange(64, device=lab.device) >= lengths[:, None]
+    padded = (whole[0], whole[1].masked_fill(padding, -100))
+    model = small(lab.device)
+    optimizer = SGD(model.parameters(), lr=0.0)  # the weights stay: only gradients are wanted
+
+    def tokens(batch: Batch, window: int) -> Tensor:
+        kata.accumulate_tokens(model, cut(batch, window), optimizer)
+        return _flat(model)
+
+    def mean(batch: Batch, window: int) -> Tensor:
+        optimizer.zero_grad()
+        for inputs, targets in cut(batch, window):
+            (next_token(model(inputs), targets) / window).backward()
+        return _flat(model)
+
+    ways = {"divided by the window's tokens": tokens, "mean of means": mean}
+    found = {}
+    with one_thread(lab.device):
+        for size, batch in (("equal", whole), ("unequal", padded)):
+            right = tokens(batch, 1)
+            for name, way in ways.items():
+                gaps = [way(batch, n) - right for n in WINDOWS[1:]]
+                found[f"{size}, {name}"] = [(gap.norm() / right.norm()).item() for gap in gaps]
+    return found
+
+
+def _flat(model: nn.Module) -> Tensor:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def _train(lab: Lab, name: str, lr: float, window: int, take: int) -> dict[str, Any]:
+    """Losses of the steps on `take` sequences each, in `window` micro-batches; and after them."""
+    model, count = small(lab.device), 16 if lab.quick else 100
+    held, batches = (found := text(lab.device, 8 + count, BATCH, 64))[:8], found[8:]
+    steps = [part for batch in batches for part in cut(batch, BATCH // take)]
+    micro_batches = [part for batch in steps for part in cut(batch, window)]
+    optimizer = OPTIMIZERS[name][0](model.parameters(), lr=lr)
+    epoch = solution("gradient_accumulation").train_epoch
+    with one_thread(lab.device):
+        results = epoch(model, micro_batches, next_token, optimizer, window=window)
+        after = loss_on(model, held)
+    losses = [result.loss.item() for result in results]
+    # What has diverged is as good as no model; JSON has no number for it.
+    known = [min(x, KNOWS_NOTHING) if x == x else KNOWS_NOTHING for x in (*losses, after)]
+    return {"losses": known[:-1], "held": known[-1]}
+
+
+def _convergence(lab: Lab) -> None:
+    runs = {
+        n: lab.sample(f"train {n}", partial(_train, lab, "AdamW", 4e-3, n, BATCH)) for n in WINDOWS
+    }
+    gaps = {
+        n: max(abs(a / b - 1) for a, b in zip(own["losses"], runs[1]["losses"], strict=True))
+        for n, own in runs.items()
+    }
+    lab.table(
+        f"{len(runs[1]['losses'])} steps of AdamW on the same text ({SMALL})",
+        ["window", "first loss", "last loss", "held-out loss", "most that any loss is off"],
+        [
+            [str(n), *(f"{own['losses'][at]:.5f}" for at in (0, -1)), f"{own['held']:.5f}"]
+            + [f"{gaps[n]:.0e}" if gaps[n] else "0"]
+            for n, own in runs.items()
+        ],
+    )
+
+
+def _rules(lab: Lab) -> None:
+    """From steps on the article's 2 sequences to steps on 16: where the best learning rate goes."""
+    few, scaled = BATCH // ARTICLE, solution("gradient_accumulation").scaled_lr
+    figure, panels = draw.figure(columns=2, height=3.6)
+    findings = []
+    for panel, (name, (_, rate)) in zip(panels, OPTIMIZERS.items(), strict=True):
+        rates = [rate]
+        while len(rates) < 5:
+            rates.append(scaled(rates[-1], few, BATCH, rule="sqrt"))
+        curves = {
+            take: [
+                lab.sample(
+                    f"{name} {lr:.2g}, {take} a step", partial(_train, lab, name, lr, 1, take)
+                )
+                for lr in rates
+            ]
+            for take in (few, BATCH)
+        }
+        held = {take: [found["held"] for found in runs] for take, runs in curves.items()}
+        draw.lines(panel, rates, {f"{take} sequences a step": y for take, y in held.items()})
+        panel.set_xscale("log")
+        panel.set_title(name, fontsize=9)
+        panel.set_xlabel("learning rate")
+        best = min(range(len(rates)), key=held[few].__getitem__)
+        rules = dict(zip(("unchanged", "sqrt", "linear"), held[BATCH][best:], strict=False))
+        good = [rule for rule, loss in rules.items() if loss < 1.005 * min(rules.values())]
+        findings.append(f"{name} {' or '.join(good)}")
+        lab.say(
+            f"{name} is best at {rates[best]:.2g} with {few} sequences a step "
+            f"({held[few][best]:.2f} nats). With {BATCH} a step and the rate "
+            + ", ".join(f"{rule}: {loss:.2f}" for rule, loss in rules.items())
+            + f"; the best of all there is {min(held[BATCH]):.2f}."
+        )
+    panels[0].set_ylabel("held-out loss, nats per byte")
+    title = f"The best learning rate at {ARTICLE} times the batch, by rule: {', '.join(findings)}"
+    alt = f"Loss after as many sequences by learning rate, {few} or {BATCH} to a step."
+    lab.plot("rules", figure, title, alt)
