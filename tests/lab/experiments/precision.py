@@ -84,7 +84,9 @@ def run(lab: Lab) -> None:
     fp16, bf16 = (f"{100 * differ[way]:+.1g}%" for way in ("fp16", "bf16"))
     measured = f"fp16 {fp16}, bf16 {bf16} of the loss"
     when = f"{_steps(lab)} steps of {of}; another seed makes {seed:.1%} in float32 alone"
-    verdict = "holds" if worst < 0.005 else "does not hold"
+    # A small model after few steps is not the final one of the article.
+    good = "holds" if lab.device.type == "cuda" and not lab.quick else "holds in part"
+    verdict = good if worst < 0.005 else "does not hold"
     lab.claim("l97-loss", measured, verdict=verdict, when=when)
 
 
