@@ -163,7 +163,7 @@ def conditions(device: torch.device, *, quick: bool) -> dict[str, Any]:
 def code_of(name: str) -> str:
     """A fingerprint of the experiment, of what it is made with, and of the references."""
     lab = Path(__file__).parent
-    paths = [lab / "experiments" / f"{name}.py", lab / "measure.py", lab / "models.py"]
+    paths = [lab / "experiments" / f"{name}.py", *sorted(lab.glob("*.py"))]
     digest = hashlib.sha256()
     for path in [*paths, *sorted((ROOT / "solutions").glob("*.py"))]:
         digest.update(path.read_bytes() if path.exists() else b"")
