@@ -1,1 +1,7 @@
 """The lab: what five articles claim, measured with the references and drawn."""
+
+import os
+
+# Threads that wait sleep: spinning, they take the processor from those who work. torch reads it
+# when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

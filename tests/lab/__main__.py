@@ -120,5 +120,4 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     sys.exit(main())

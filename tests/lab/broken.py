@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -150,18 +147,3 @@ def make_what_stays_first(device: torch.device, segments: int) -> Tensor:
 def device_of(model: nn.Module) -> torch.device:
     """Where its first parameter is."""
     return next(model.parameters()).device
-
-
-def listing(*programs: Callable[..., Any]) -> list[list[str]]:
-    """The source that runs, a row for each line and a column for each program.
-
-    Indents are no-break spaces, which a page does not drop.
-    """
-    sources = [inspect.getsource(program).rstrip().splitlines() for program in programs]
-    rows = zip_longest(*sources, fillvalue="")
-    return [[_indented(line) for line in row] for row in rows]
-
-
-def _indented(line: str) -> str:
-    text = line.lstrip()
-    return "\u00a0" * (len(line) - len(text)) + text

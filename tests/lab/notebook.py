@@ -58,6 +58,17 @@ class Plot:
 
 
 @dataclass(frozen=True)
+class Code:
+    """Programs beside each other, a name for each."""
+
+    title: str
+    programs: dict[str, str]
+
+
+Block = Text | Table | Plot | Code
+
+
+@dataclass(frozen=True)
 class Measured:
     """What was measured for one claim, and under which conditions the claim holds.
 
@@ -81,7 +92,7 @@ class Page:
     title: str
     question: str
     seconds: float = 0.0
-    blocks: list[Text | Table | Plot] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     claims: list[Measured] = field(default_factory=list)
     samples: dict[str, Any] = field(default_factory=dict)
 
@@ -129,6 +140,10 @@ class Lab:
         """A table of the page."""
         self.page.blocks.append(Table(title, list(columns), [list(row) for row in rows]))
 
+    def code(self, title: str, programs: dict[str, str]) -> None:
+        """Programs of the page, a name for each."""
+        self.page.blocks.append(Code(title, programs))
+
     def plot(self, name: str, figure: Figure, title: str, alt: str) -> None:
         """A figure of the page, saved as SVG and PNG."""
         from lab import draw  # whoever only lists experiments waits for no matplotlib
@@ -163,7 +178,9 @@ def conditions(device: torch.device, *, quick: bool) -> dict[str, Any]:
 def code_of(name: str) -> str:
     """A fingerprint of the experiment, of what it is made with, and of the references."""
     lab = Path(__file__).parent
-    paths = [lab / "experiments" / f"{name}.py", *sorted(lab.glob("*.py"))]
+    shown = {"__main__.py", "claims.py", "draw.py", "notebook.py", "report.py", "tracer.py"}
+    made_of = (path for path in sorted(lab.glob("*.py")) if path.name not in shown)
+    paths = [lab / "experiments" / f"{name}.py", *made_of]
     digest = hashlib.sha256()
     for path in [*paths, *sorted((ROOT / "solutions").glob("*.py"))]:
         digest.update(path.read_bytes() if path.exists() else b"")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.claims import ARTICLES, CLAIMS
-from lab.notebook import Measured, Page, Plot, Table, Text, as_json
+from lab.notebook import Block, Code, Measured, Page, Table, Text, as_json
 
 HEADINGS = ["article", "claims", "measured", "verdict", "under which conditions"]
 
@@ -58,6 +58,10 @@ def _markdown(pages: list[Page], conditions: dict[str, Any]) -> Iterator[str]:
             elif isinstance(block, Table):
                 yield f"**{block.title}**\n"
                 yield from _markdown_table(block.columns, block.rows)
+            elif isinstance(block, Code):
+                yield f"**{block.title}**\n"
+                for name, source in block.programs.items():
+                    yield f"{name}:\n\n```python\n{source}\n```\n"
             else:
                 yield f"![{block.title}. {block.alt}](plots/{block.name}.png)\n"
     yield "\n## Every claim\n"
@@ -99,11 +103,18 @@ def _section(folder: Path, page: Page) -> str:
     )
 
 
-def _block(folder: Path, block: Text | Table | Plot) -> str:
+def _block(folder: Path, block: Block) -> str:
     if isinstance(block, Text):
         return f"<p>{html.escape(block.text)}</p>"
     if isinstance(block, Table):
         return _html_table(block.title, block.columns, block.rows)
+    if isinstance(block, Code):
+        programs = "".join(
+            f"<div><p>{html.escape(name)}</p>"
+            f'<pre tabindex="0"><code>{html.escape(source)}</code></pre></div>'
+            for name, source in block.programs.items()
+        )
+        return f'<h3>{html.escape(block.title)}</h3><div class="code">{programs}</div>'
     svg = (folder / "plots" / f"{block.name}.svg").read_text(encoding="utf-8")
     label = html.escape(f"{block.title}. {block.alt}", quote=True)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

@@ -97,6 +97,7 @@ def drawn(lab: Lab) -> None:
         draw.stacked_bars(axes, {"plain": {"weights": 2**20, "activations": 2**21}})
         lab.plot(name, figure, "Activations < 2 x weights", 'Bars "of" bytes.')
     lab.table("A <table>", ["a", "b"], [["1", "2 | 3"]])
+    lab.code("A program", {"faulty": "a < b", "mended": "a <= b"})
     lab.claim("q9-zero1", "3.9 times", verdict="holds", when="many ranks")
 
 
@@ -119,6 +120,7 @@ def test_the_page_stands_alone_and_has_every_plot(folder):
     assert [name for name, count in Counter(ids).items() if count > 1] == []
     assert {*re.findall(r'(?:url\(|href=")#([\w-]+)', page)} <= {*ids}
     assert "A &lt;table&gt;" in page
+    assert "<code>a &lt;= b</code>" in page
     assert "{{" not in page
 
 
@@ -128,10 +130,11 @@ def test_plots_are_files_too_and_json_and_markdown_have_everything(folder):
     assert data["version"] == 1
     assert data["conditions"]["torch"] == torch.__version__
     kinds = [block["kind"] for block in data["experiments"][0]["blocks"]]
-    assert kinds == ["plot", "plot", "table"]
+    assert kinds == ["plot", "plot", "table", "code"]
     text = (folder / "report.md").read_text()
     assert "![Activations < 2 x weights. Bars" in text
     assert "| 1 | 2 / 3 |" in text
+    assert "faulty:\n\n```python\na < b\n```\n" in text
     assert text.count("| not measured |") == len(CLAIMS) - 1
     assert "| 3.9 times | holds | many ranks |" in text
 

@@ -280,7 +280,8 @@ def _rules(lab: Lab) -> None:
             f"{name} is best at {rates[best]:.2g} with {few} sequences a step "
             f"({held[few][best]:.2f} nats). With {BATCH} a step and the rate "
             + ", ".join(f"{rule}: {loss:.2f}" for rule, loss in rules.items())
-            + f" (diverged: {KNOWS_NOTHING:.2f}). {'One seed' if lab.quick else 'The mean of 3 seeds'}."
+            + f" (diverged: {KNOWS_NOTHING:.2f}). "
+            + ("One seed." if lab.quick else "The mean of 3 seeds.")
         )
     panels[0].set_ylabel("held-out loss, nats per byte")
     title = f"The best learning rate at {ARTICLE} times the batch: {', '.join(findings)}"

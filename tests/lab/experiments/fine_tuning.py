@@ -262,7 +262,7 @@ def _seven(lab: Lab) -> None:
         whole = sample("4-bit + LoRA", "ours", 32)
         weights, peak = whole["weights"], whole["peak"]
     lab.table(
-        f"{strangers.llama_name()}, full fine-tuning in bfloat16, Adam's state too, 6 x 512 tokens, GB",
+        f"{strangers.llama_name()}, all of it and Adam's state in bfloat16, 6 x 512 tokens, GB",
         ["checkpointed", "activations, at most", "peak"],
         [
             [name, f"{one['activations'] / GB:.2f}", f"{one['peak'] / GB:.2f}"]

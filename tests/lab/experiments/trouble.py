@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -252,7 +253,9 @@ def _timelines(lab: Lab, *programs: Callable[..., object]) -> dict[str, list[int
 
 
 def _show(lab: Lab, title: str, *programs: Callable[..., object]) -> None:
-    lab.table(title, ["faulty", "mended"], broken.listing(*programs))
+    """The source of what runs: the faulty program, and its mend."""
+    sources = [inspect.getsource(program).rstrip() for program in programs]
+    lab.code(title, dict(zip(("faulty", "mended"), sources, strict=True)))
 
 
 def _plot_timelines(lab: Lab, name: str, title: str, found: dict[str, list[int]]) -> None:
