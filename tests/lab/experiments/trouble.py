@@ -28,7 +28,7 @@ HALF_MAX = torch.finfo(torch.float16).max
 def run(lab: Lab) -> None:
     """A section for each fault: the program, its mend, the plot."""
     lab.say(
-        "Each table shows a faulty program beside its mend, as they ran, line by line. The memory "
+        "Each pair is a faulty program beside its mend, as they ran. The memory "
         "plots are the timeline of kit/memory/ruler.py."
     )
     _graph(lab)
