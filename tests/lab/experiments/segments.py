@@ -22,7 +22,7 @@ from lab.segment_plots import GRAPHS, ROOT
 ORDER = 4
 TITLE = "Segments"
 QUESTION = "How many segments are best, what does depth change, and how far is it from the optimum?"
-SECONDS = {"quick": 20, "full": 90}
+SECONDS = {"quick": 25, "full": 90}
 CLAIMS = (
     *("zomi-root", "zomi-twice", "zomi-rate"),
     *("q9-checkpoint-depth", "lab-checkpoint", "l97-checkpoint-time"),
@@ -256,10 +256,10 @@ def _claim_gpt2(lab: Lab) -> None:
     rounds = 4 if lab.quick else 15
     timed = lab.sample("GPT-2 times", lambda: checkpointed_gpt2.seconds(lab.device, rounds=rounds))
     seconds, flops = timed["seconds"], timed["flops"]
-    rows, extra = [], {}
+    rows, extra, spreads = [], {}, {}
     for way, found in seconds.items():
         slower, spread = ratio(found, seconds["plain"])
-        extra[way] = slower - 1
+        extra[way], spreads[way] = slower - 1, spread
         rows.append([way, f"{slower:.2f} ± {spread:.2f}", f"{flops[way] / flops['plain']:.2f}"])
     size = "GPT-2 medium" if lab.device.type == "cuda" else "a GPT-2 of 4 blocks 256 wide"
     lab.table(f"A step of {size}, times plain", ["blocks", "time", "operations"], rows)
@@ -270,14 +270,14 @@ def _claim_gpt2(lab: Lab) -> None:
     where = f"time of {size} on {'this GPU' if lab.device.type == 'cuda' else 'this CPU'}"
     lab.claim(
         "lab-checkpoint",
-        f"{saved:.0%} of the peak, {time:+.0%} time",
+        f"{saved:.0%} of the peak, {time:+.0%} ± {spreads['checkpointed']:.0%} time",
         verdict="holds" if all(good) else "holds in part" if any(good) else "does not hold",
         when=f"4 sequences of 512 tokens, AdamW: activations are {held:.0%} of the plain "
         f"peak, and they alone grow with the tokens; {where}",
     )
     kept = extra["matrix products kept"]
-    # Some choice of what is kept takes as long as claimed.
-    between = round(kept, 2) <= 0.2 and time >= 0.1
+    # Some choice of what is kept takes as long as claimed, as far as the spread can tell.
+    between = kept - spreads["matrix products kept"] <= 0.2 and time >= 0.1
     lab.claim(
         "l97-checkpoint-time",
         f"{time:+.0%} with all recomputed, {kept:+.0%} with matrix products kept",
