@@ -39,7 +39,7 @@ RECIPES |= {"AMP": "amp_adam", "both": "amp_adam", "LoRA, 16-bit base": "lora_16
 TOKENS = (8, 1024)
 QUICK = {
     "GPT-2 small": [way for way, setting in SETTINGS.items() if setting.ranks == 1],
-    "7B": [way for way in SETTINGS if way not in ("checkpointed", "LoRA, 16-bit base")],
+    "7B": ["fp32", "both", "64 ranks, 16 bits, checkpointed"],
     "70B": ["all in 16 bits"],
 }
 # L97 counts 2 bytes for each of four numbers a parameter, so everything has 16 bits. It does not

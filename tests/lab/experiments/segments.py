@@ -22,7 +22,7 @@ from lab.segment_plots import GRAPHS, ROOT
 ORDER = 4
 TITLE = "Segments"
 QUESTION = "How many segments are best, what does depth change, and how far is it from the optimum?"
-SECONDS = {"quick": 25, "full": 90}
+SECONDS = {"quick": 27, "full": 90}
 CLAIMS = (
     *("zomi-root", "zomi-twice", "zomi-rate"),
     *("q9-checkpoint-depth", "lab-checkpoint", "l97-checkpoint-time"),
@@ -100,7 +100,7 @@ def _seconds(lab: Lab) -> dict[str, Any]:
         steps[f"{n} segments"] = WAYS["run_in_segments"](model, x, n)
     for way in list(WAYS)[1:]:
         steps[f"{way}, 6"] = WAYS[way](model, x, 6)
-    found = alternating(steps, lab.device, rounds=8 if lab.quick else 20)
+    found = alternating(steps, lab.device, rounds=5 if lab.quick else 20)
     peaks = {name: peak_of(step, lab.device, [model, x]) for name, step in steps.items()}
     flops = {name: flops_of(step) for name, step in steps.items()}
     return {"seconds": found, "peaks": peaks, "flops": flops}
