@@ -94,7 +94,8 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, int]]) -> None:
     axes.grid(visible=False, axis="y")
     axes.legend(
         loc="upper center",
-        bbox_to_anchor=(0.45, -0.2),
+        bbox_to_anchor=(0.45, 0.0),
+        borderaxespad=4.5,  # of its letters: below the numbers and the unit
         ncols=len(kinds),
         fontsize=8,
         frameon=False,

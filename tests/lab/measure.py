@@ -19,6 +19,7 @@ from kit.catalog import find_kata
 from kit.memory.account import Account, account
 from kit.memory.ruler import LiveBytes, measure
 from kit.memory.stack import KINDS, by_kind, highest, stacked, thin
+from kit.private_torch import active_fake_mode
 from kit.ranks.simulated import dry_run
 
 __all__ = ["KINDS", "by_kind", "highest", "stacked", "thin"]  # what experiments need of the kit
@@ -53,7 +54,9 @@ def rehearsed(
 
 
 def peak_of(step: Callable[[], object], device: torch.device, known: Iterable[object]) -> int:
-    """The most bytes that the step adds to what is known."""
+    """The most bytes that the step adds to what is known; RuntimeError in a dry run."""
+    if active_fake_mode():
+        raise RuntimeError("fake tensors hold nothing: `rehearsed` counts them")
     return measure(step, device, known=known).above_baseline
 
 

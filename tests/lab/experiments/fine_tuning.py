@@ -131,7 +131,7 @@ def _bytes(lab: Lab) -> None:
 def _trained(lab: Lab) -> dict[str, list[float]]:
     """A base trained on documentation, and then each setting's losses on source code."""
     on_gpu = lab.device.type == "cuda"
-    layers, width, length, steps = (2, 64, 64, 36) if lab.quick else (2, 128, 64, 200)
+    layers, width, length, steps = (2, 64, 64, 40) if lab.quick else (2, 128, 64, 200)
     if on_gpu:
         layers, width, length, steps = 12, 768, 512, 300
     train_step = solution("amp_loop").train_step
