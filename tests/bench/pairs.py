@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,10 @@ ROWS = {torch.float16: 64, torch.bfloat16: 2048}
 
 @dataclass(frozen=True)
 class Pair:
-    """One reference against one peer; `reason` says why where the peer is better."""
+    """One reference against one peer; `reason` says why where the peer is better.
+
+    `within` is a context in which both run: the process group of those that shard.
+    """
 
     kata: str
     peer: str
@@ -40,6 +43,7 @@ class Pair:
     ours: Callable[[], World]
     theirs: Callable[[], World]
     reason: str = ""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __str__(self) -> str:
         return f"{self.kata}-{self.peer}".replace(" ", "_")

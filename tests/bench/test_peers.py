@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from bench.pairs import PAIRS, Pair, quiet
+from bench.pairs_of_ranks import PAIRS_OF_RANKS
 from kit.memory.ruler import human, measure
 from lab.measure import alternating, ratio
 
@@ -23,9 +24,9 @@ CPU, ROUNDS = torch.device("cpu"), 20
 
 
 @pytest.mark.benchmark(group="references against peers")
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair", [*PAIRS, *PAIRS_OF_RANKS], ids=str)
 def test_a_reference_against_a_peer(benchmark: Any, capsys: Any, pair: Pair) -> None:
-    with quiet():
+    with quiet(), pair.within():
         try:
             worlds = {"ours": pair.ours(), "theirs": pair.theirs()}
         except ImportError as error:

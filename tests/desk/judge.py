@@ -84,14 +84,14 @@ class _Run:
 
     def start(self, folder: Path, terminal: Terminal | None) -> None:
         """Fork the processes: a second one where it has a core for itself."""
-        names = ["first", "second"] if _may_share(self._job) else ["first"]
-        for name in [*names, "claims"]:
+        for name in ("first", "second", "claims"):
             (folder / name).mkdir()
         claims, job = folder / "claims", self._job
         first = JudgingProcess(job, folder / "first", claims, terminal)
         self._processes.append(first)
-        for name in names[1:]:
-            self._processes.append(JudgingProcess(job, folder / name, claims, helps=first))
+        if _may_share(job):
+            first.helper = JudgingProcess(job, folder / "second", claims, helps=True)
+            self._processes.append(first.helper)
 
     def follow(self, stop: threading.Event) -> str:
         """Pass events on until all is known; what went wrong with the judge, or nothing."""

@@ -32,9 +32,11 @@ _START_LIMIT = 180.0
 class JudgingProcess:
     """A process that judges what no other has claimed, and what it leaves in its folder.
 
-    `claims` is the folder where all of them take specs; `helps` is the first of them if this is
-    another, which has no terminal and no ranks.
+    `claims` is the folder where all of them take specs. The first of them has a `terminal` and the
+    real ranks of the answer; another one `helps` it, and is its `helper`.
     """
+
+    helper: JudgingProcess | None = None
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class JudgingProcess:
         folder: Path,
         claims: Path,
         terminal: Terminal | None = None,
-        helps: JudgingProcess | None = None,
+        *,
+        helps: bool = False,
     ) -> None:
         self.has_finished = self.is_over = False
         self.trouble = ""  # what went wrong with the judge
@@ -60,9 +63,6 @@ class JudgingProcess:
             has_forks=True,
         )
         there.close()
-        self._helper: JudgingProcess | None = None
-        if helps:
-            helps._helper = self
         self._patience = Patience(self._limit())
 
     @property
@@ -110,7 +110,7 @@ class JudgingProcess:
             self._is_bomb = True
             forkserver.ask_stacks(self._child, self._folder / judging.STACKS)
             forkserver.end(self._child)
-        of_helper = family(self._helper._child.pid) if self._helper else []
+        of_helper = self.helper._family() if self.helper else []
         return [pid for pid in found if pid not in of_helper]
 
     def _limit(self) -> float:
