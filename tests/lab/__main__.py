@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from kit.catalog import ROOT, shown
 from kit.memory import gpu
@@ -60,7 +61,8 @@ def main(words: list[str] | None = None) -> int:
         )
         return 130
     path = report.write(folder, pages, conditions(device, quick=options.quick))
-    console.print(f"Report: {shown(path)}, and report.md, report.json and plots/ beside it")
+    where = f"Report: {shown(path)}, and report.md, report.json and plots/ beside it"
+    console.print(where, soft_wrap=True)  # a path is not cut in two
     if options.open:
         webbrowser.open(path.as_uri())
     return 0
@@ -94,10 +96,10 @@ def _carry_out(
 
 
 def _list(console: Console, known: dict[str, ModuleType], *, quick: bool) -> None:
-    width = max(map(len, known))
+    table = Table.grid(padding=(0, 2))
     for name, experiment in known.items():
-        seconds = _minutes(_seconds(experiment, quick=quick))
-        console.print(f"{name:<{width}}  {experiment.QUESTION} ({seconds})")
+        table.add_row(name, experiment.QUESTION, _minutes(_seconds(experiment, quick=quick)))
+    console.print(table)
 
 
 def _seconds(experiment: ModuleType, *, quick: bool) -> float:
