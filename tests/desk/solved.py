@@ -52,9 +52,14 @@ def questions(walk_through: Path) -> list[str]:
 def _read_on(paper: Paper, kata: Kata) -> None:
     walk_through = kata.solution.with_suffix(".md")
     paper.line()
-    paper.line(f"Read the reference beside your answer, aloud: {shown(kata.solution)}")
+    reading = {"Read the reference beside your answer, aloud:": shown(kata.solution)}
     if walk_through.exists():
-        paper.line(f"What an interviewer looks for in it:          {shown(walk_through)}")
+        reading["What an interviewer looks for in it:"] = shown(walk_through)
+    if kata.has_timeline:
+        reading["A step of yours as a picture, beside it:"] = f"nox -s timeline -- {kata.name}"
+    reading["What articles claim of it, measured:"] = "nox -s lab -- --quick --open"
+    for what, where in reading.items():
+        paper.line(f"{what:<46}{where}")
     if asked := questions(walk_through):
         paper.line("An interviewer asks next (answer before you look them up):")
     for question in asked:
