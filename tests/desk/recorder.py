@@ -94,7 +94,7 @@ class Recorder:
         self._seconds += call.duration
         if error is None and call.when != "call":
             return report
-        prints = report.capstdout.splitlines()[-_LAST_PRINTS:]
+        prints = _prints(item, report).splitlines()[-_LAST_PRINTS:]
         judged = _judged(item, importing=error is not None and _is_importing(error, item))
         if error is not None and judged.importing:
             item.session.shouldstop = "the file cannot be judged"
@@ -136,6 +136,13 @@ def _claimed(session: pytest.Session) -> Iterator[pytest.Item]:
                 (folder / name).touch(exist_ok=False)
                 mine.add(name)
             yield item
+
+
+def _prints(item: pytest.Item, report: pytest.TestReport) -> str:
+    """What the answer has printed; what its import prints is told by the first process only."""
+    unwanted = "setup" if item.config.getoption("--helps") else "nothing"
+    texts = [text for name, text in report.sections if "stdout" in name and unwanted not in name]
+    return "".join(texts)
 
 
 def _outcome(

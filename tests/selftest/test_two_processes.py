@@ -38,6 +38,13 @@ def test_both_take_specs_and_all_are_told_in_their_order():
     assert places == sorted(places)
 
 
+def test_what_the_import_prints_is_told_once():
+    text = answer((MEAN, SLOW + MEAN), ("import math", "import math\nprint('imported')"))
+    _, out = judge("prints", text, "-v")
+    assert out.count("imported") == 1
+    assert len(pids(out)) == (2 if TWO_CORES else 1)
+
+
 @pytest.mark.parametrize("comment", ["# breakpoint() here?", "# pdb.set_trace()"])
 def test_one_is_enough_where_a_debugger_may_ask(comment):
     _, out = judge("debugged", answer((MEAN, SLOW + MEAN)) + f"\n\n{comment}\n", "-v")
