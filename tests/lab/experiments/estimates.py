@@ -21,7 +21,7 @@ from lab.notebook import Lab
 ORDER = 9
 TITLE = "Estimates"
 QUESTION = "Can one work out on paper what a model needs, before any of it is made?"
-SECONDS = {"quick": 20, "full": 75}
+SECONDS = {"quick": 20, "full": 58}
 CLAIMS = ("l97-76gb",)
 
 SETTINGS = {

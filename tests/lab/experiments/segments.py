@@ -22,7 +22,7 @@ from lab.segment_plots import GRAPHS, ROOT
 ORDER = 4
 TITLE = "Segments"
 QUESTION = "How many segments are best, what does depth change, and how far is it from the optimum?"
-SECONDS = {"quick": 27, "full": 90}
+SECONDS = {"quick": 27, "full": 65}
 CLAIMS = (
     *("zomi-root", "zomi-twice", "zomi-rate"),
     *("q9-checkpoint-depth", "lab-checkpoint", "l97-checkpoint-time"),
