@@ -65,7 +65,7 @@ def _ours_amp(dtype: torch.dtype) -> World:
 
 
 def _by_hand(dtype: torch.dtype) -> World:
-    """The loop of torch's own AMP recipe, with the clipping norm that the reference returns."""
+    """The loop of torch's own AMP recipe."""
     model, (x, y), optimizer = _mlp(ROWS[dtype])
     scaler = GradScaler("cpu", init_scale=1024.0, enabled=dtype == torch.float16)
 
@@ -75,7 +75,7 @@ def _by_hand(dtype: torch.dtype) -> World:
             loss = mse(model(x).float(), y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        _norm(model)
         scaler.step(optimizer)
         scaler.update()
 
@@ -92,35 +92,37 @@ def _accelerator(**options: Any) -> Any:
 
 def _accelerate() -> World:
     accelerator = _accelerator(mixed_precision="bf16")
-    model, (x, y), optimizer = _mlp()
-    model, optimizer = accelerator.prepare(model, optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with accelerator.autocast():
-            loss = mse(model(x).float(), y)
-        accelerator.backward(loss)
-        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        optimizer.step()
-
-    return step, [model, optimizer.optimizer, x, y]
+    model, data, optimizer = _mlp()
+    prepared = accelerator.prepare(model, optimizer)
+    return _library(*prepared, data, accelerator.autocast, accelerator.backward)
 
 
 def _fabric() -> World:
     from lightning_fabric import Fabric
 
-    model, (x, y), optimizer = _mlp()
+    model, data, optimizer = _mlp()
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    model, optimizer = fabric.setup(model, optimizer)
+    return _library(*fabric.setup(model, optimizer), data, nullcontext, fabric.backward)
+
+
+def _library(model: Any, optimizer: Any, data: Any, autocast: Any, backward: Any) -> World:
+    """The loop that a library's documents show."""
+    x, y = data
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = mse(model(x).float(), y)
-        fabric.backward(loss)
-        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        with autocast():
+            loss = mse(model(x).float(), y)
+        backward(loss)
+        _norm(model)
         optimizer.step()
 
     return step, [model, optimizer.optimizer, x, y]
+
+
+def _norm(model: nn.Module) -> None:
+    """The reference returns it, so the others compute it too."""
+    nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def _ours_window() -> World:
@@ -200,7 +202,7 @@ def _ours_gpt2() -> World:
 
 def _transformers_gpt2() -> World:
     model, ids, targets = _gpt2()
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     step = lambda: F.cross_entropy(model(ids).flatten(0, 1), targets).backward()  # noqa: E731
     return step, [model, ids]
 

@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from kit.laws.toys import text_batches
+from kit.memory.stack import by_kind
+from kit.private_torch import active_fake_mode
 from lab.chains import flops_of
-from lab.measure import alternating, books_of, by_kind, rehearsed, solution
-from lab.models import gpt2, next_token, plain_step
+from lab.measure import alternating, books_of, rehearsed, solution
+from lab.models import gpt2, next_token, train_step
 
 LENGTH = 512
 MEDIUM = {"n_layer": 24, "n_embd": 1024, "n_head": 16}
@@ -24,7 +26,7 @@ WAYS = ("plain", "checkpointed", "matrix products kept")
 Made = tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]
 
 
-def make(way: str, shape: dict[str, int], batch: int, device: torch.device, *, dry: bool) -> Made:
+def make(way: str, shape: dict[str, int], batch: int, device: torch.device) -> Made:
     """A float32 step with AdamW; without attention's dropout, so that attention is one kernel."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -35,13 +37,11 @@ def make(way: str, shape: dict[str, int], batch: int, device: torch.device, *, d
         keep = kata.DEAR if way == "matrix products kept" else ()
         kata.checkpoint_blocks(model, GPT2Block, keep=keep)
     length = shape.get("n_positions", LENGTH)
-    if dry:
+    if active_fake_mode():
         x = y = torch.zeros(batch, length, dtype=torch.int64, device=device)
     else:
         x, y = (tokens.to(device) for tokens in next(text_batches(1, batch, length)))
     optimizer = AdamW(model.parameters(), foreach=True)
-    # A dry run has no values, and the reference looks at those of the gradients.
-    train_step = plain_step if dry else solution("amp_loop").train_step
     step = partial(train_step, model, (x, y), next_token, optimizer, dtype=torch.float32)
     return step, model, optimizer, [x, y]
 
@@ -51,11 +51,11 @@ def peaks(batch: int, device: torch.device) -> dict[str, dict[str, int]]:
     found = {}
     for way in WAYS[:2]:
         if device.type == "cuda":
-            step, model, optimizer, known = make(way, MEDIUM, batch, device, dry=False)
+            step, model, optimizer, known = make(way, MEDIUM, batch, device)
             books = books_of(step, device, model, optimizer, known)
             del step, model, optimizer, known
         else:
-            books = rehearsed(partial(make, way, MEDIUM, batch, device, dry=True))
+            books = rehearsed(partial(make, way, MEDIUM, batch, device))
         found[way] = by_kind(books)
     return found
 
@@ -63,6 +63,6 @@ def peaks(batch: int, device: torch.device) -> dict[str, dict[str, int]]:
 def seconds(device: torch.device, *, rounds: int) -> dict[str, Any]:
     """Seconds and operations of a step: of GPT-2 medium on cuda, of a small one elsewhere."""
     shape, batch = (MEDIUM, 4) if device.type == "cuda" else (SMALL, 4)
-    steps = {way: make(way, shape, batch, device, dry=False)[0] for way in WAYS}
+    steps = {way: make(way, shape, batch, device)[0] for way in WAYS}
     found = alternating(steps, device, rounds=rounds)
     return {"seconds": found, "flops": {way: flops_of(step) for way, step in steps.items()}}

@@ -64,12 +64,6 @@ def unit_of(most: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def readable(size: int) -> str:
-    """Bytes with their unit, in three digits."""
-    unit, word = unit_of(size)
-    return f"{size / unit:.3g} {word}"
-
-
 def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, int]]) -> None:
     """A bar for each name, stacked by kind, with its total at the end."""
     unit, word = unit_of(max(sum(parts.values()) for parts in bars.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -18,11 +19,8 @@ from kit.answers.loading import load
 from kit.catalog import find_kata
 from kit.memory.account import Account, account
 from kit.memory.ruler import LiveBytes, measure
-from kit.memory.stack import KINDS, by_kind, highest, stacked, thin
 from kit.private_torch import active_fake_mode
 from kit.ranks.simulated import dry_run
-
-__all__ = ["KINDS", "by_kind", "highest", "stacked", "thin"]  # what experiments need of the kit
 
 
 @functools.cache
@@ -60,35 +58,30 @@ def peak_of(step: Callable[[], object], device: torch.device, known: Iterable[ob
     return measure(step, device, known=known).above_baseline
 
 
-def times(step: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
-    """Seconds of each of so many steps, after one that warms up."""
-    found = list[float]()
-    for _ in range(rounds + 1):
-        _wait(device)
-        start = time.perf_counter()
-        step()
-        _wait(device)
-        found.append(time.perf_counter() - start)
-    return found[1:]
-
-
 def alternating(
     steps: dict[str, Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of several steps in turn, so that a busy machine slows all of them alike."""
+    """Seconds of several steps in turn, so that a busy machine slows all of them alike.
+
+    A first round warms up and does not count.
+    """
     found: dict[str, list[float]] = {name: [] for name in steps}
     for name, step in [*steps.items()] * (rounds + 1):
-        found[name] += times_of_one(step, device)
+        found[name].append(_seconds(step, device))
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
-def times_of_one(step: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of one step, without a warm-up."""
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
     _wait(device)
     start = time.perf_counter()
     step()
     _wait(device)
-    return [time.perf_counter() - start]
+    return time.perf_counter() - start
+
+
+def power(x: Iterable[float], y: Iterable[float]) -> float:
+    """The power of x with which y grows: a fit to the logarithms."""
+    return statistics.linear_regression([*map(math.log, x)], [*map(math.log, y)]).slope
 
 
 def ratio(seconds: list[float], to: list[float]) -> tuple[float, float]:
@@ -127,6 +120,7 @@ def fits(
 
     On cuda the budget is enforced by the caching allocator, on the cpu by the ruler's count.
     """
+    fitted = True
     try:
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
@@ -136,9 +130,9 @@ def fits(
             with _Budget(budget, known).counting():
                 step()
     except (OutOfBudget, torch.OutOfMemoryError):
-        return False  # here, and not in `except`: its traceback would hold the step's tensors
+        fitted = False
     finally:
         if device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, device)
-        gc.collect()
-    return True
+    gc.collect()  # not in `except`: its traceback would hold the step's tensors
+    return fitted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kit.laws.toys import Block
+from kit.private_torch import active_fake_mode
+from lab.measure import solution
+
+# What Q9 compares: the dtype of a step, and whether blocks are checkpointed.
+WAYS: dict[str, tuple[torch.dtype, bool]] = {
+    "fp32": (torch.float32, False),
+    "AMP": (torch.bfloat16, False),
+    "checkpointed": (torch.float32, True),
+    "both": (torch.bfloat16, True),
+}
 
 
 class Gpt(nn.Module):
@@ -46,18 +57,18 @@ def gpt2(**changes: Any) -> nn.Module:
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(use_cache=False, **changes)
-    return _Logits(GPT2LMHeadModel(config))
+    return with_logits(GPT2LMHeadModel(GPT2Config(use_cache=False, **changes)))
 
 
-class _Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+def with_logits(model: nn.Module) -> nn.Module:
+    """A model of the library that returns its logits instead of the library's record."""
+    model.register_forward_hook(lambda module, args, output: output.logits)
+    return model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens).logits
-        return logits
+
+def has_transformers() -> bool:
+    """Whether the library is installed."""
+    return find_spec("transformers") is not None
 
 
 def parameters_of(model: nn.Module) -> int:
@@ -83,10 +94,23 @@ def plain_step(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """amp_loop's train_step without what looks at values: for dry runs, which have none."""
+    """amp_loop's train_step without what looks at values."""
     optimizer.zero_grad()
     inputs, targets = batch
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype != torch.float32):
         loss = loss_fn(model(inputs).float(), targets)
     loss.backward()
     optimizer.step()
+
+
+def train_step(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Optimizer,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """amp_loop's train_step; in a dry run, which has no values, `plain_step`."""
+    step = plain_step if active_fake_mode() else solution("amp_loop").train_step
+    step(model, batch, loss_fn, optimizer, dtype=dtype)

@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -158,6 +158,12 @@ class Lab:
         if verdict not in VERDICTS:
             raise ValueError(f"a verdict is one of {', '.join(VERDICTS)}, not {verdict!r}")
         self.page.claims.append(Measured(claim, measured, verdict, when))
+
+
+def in_part(parts: Iterable[bool]) -> str:
+    """The verdict on a claim of several parts, by whether each is as claimed."""
+    found = list(parts)
+    return "holds" if all(found) else "holds in part" if any(found) else "does not hold"
 
 
 def conditions(device: torch.device, *, quick: bool) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lab import draw
 from lab.chains import Point, fewest_runs
-from lab.measure import ratio
+from lab.measure import power, ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,16 +115,9 @@ def segments(ways: Ways, timed: dict[str, Any], depth: int) -> Drawn:
 
 
 def powers(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """For each way, the power of the depth with which the peak grows: a fit to the logarithms."""
-    x = [math.log(row["depth"]) for row in rows]
-    return {
-        way: _slope(x, [math.log(row["peaks"][way]) for row in rows]) for way in rows[0]["peaks"]
-    }
-
-
-def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    mean = sum(x) / len(x)
-    return sum((a - mean) * b for a, b in zip(x, y, strict=True)) / sum((a - mean) ** 2 for a in x)
+    """For each way, the power of the depth with which the peak grows."""
+    depths = [row["depth"] for row in rows]
+    return {way: power(depths, [row["peaks"][way] for row in rows]) for way in rows[0]["peaks"]}
 
 
 def by_depth(rows: list[dict[str, Any]], seconds: dict[str, dict[str, list[float]]]) -> Drawn:

@@ -12,9 +12,10 @@ from torch.optim import AdamW, Optimizer
 
 from kit.laws.toys import Block
 from kit.memory.account import account
+from kit.memory.stack import by_kind
 from kit.ranks.collectives import Collective, collectives
 from kit.ranks.simulated import dry_run
-from lab.measure import by_kind, solution
+from lab.measure import solution
 from lab.models import Gpt, next_token, parameters_of
 
 WIDTH, WORDS, TOKENS = 2048, 4096, (1, 256)

@@ -5,9 +5,8 @@ Where the library is not installed, models of our own with the same shape stand 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,44 +18,29 @@ from torch.optim import Adam
 from kit.laws.toys import Block
 from kit.private_torch import active_fake_mode
 from lab.measure import solution
-from lab.models import Gpt, next_token, plain_step
+from lab.models import WAYS, Gpt, gpt2, has_transformers, next_token, train_step, with_logits
 
 # A model that returns logits, and the class of its blocks.
 Built = tuple[nn.Module, type[nn.Module]]
-WAYS: dict[str, tuple[torch.dtype, bool]] = {
-    "fp32": (torch.float32, False),
-    "AMP": (torch.bfloat16, False),
-    "checkpointed": (torch.float32, True),
-    "both": (torch.bfloat16, True),
-}
-
-
-def installed() -> bool:
-    """Whether the models are those of the transformers library."""
-    return importlib.util.find_spec("transformers") is not None
 
 
 def gpt(layers: int, width: int, *, words: int = 50257, length: int = 1024) -> Built:
     """GPT-2 without dropout: tokens (batch, length) to logits (batch, length, words)."""
-    if not installed():
+    if not has_transformers():
         return Gpt(layers, width, words, length), Block
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // 64)}
     sizes |= {"vocab_size": words, "n_positions": length}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    options: dict[str, Any] = {**sizes, **ends, **dropout, "use_cache": False}
-    return _with_logits(GPT2LMHeadModel(GPT2Config(**options))), GPT2Block
+    return gpt2(**sizes, **ends, **dropout).train(), GPT2Block
 
 
 def vit(layers: int, width: int, heads: int, *, image: int, patch: int) -> Built:
     """ViT: pictures (batch, 3, image, image) to logits (batch, 1000)."""
-    if not installed():
+    if not has_transformers():
         return Pictures(layers, width, heads, image, patch), Block
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import ViTConfig, ViTForImageClassification
     from transformers.models.vit import modeling_vit
 
@@ -65,10 +49,10 @@ def vit(layers: int, width: int, heads: int, *, image: int, patch: int) -> Built
     options: dict[str, Any] = {**sizes, "num_labels": 1000}
     config = ViTConfig(**options)
     if active_fake_mode() is None:
-        return _with_logits(ViTForImageClassification(config)), modeling_vit.ViTLayer
+        return with_logits(ViTForImageClassification(config)), modeling_vit.ViTLayer
     # A truncated normal distribution is drawn until it fits: a dry run has no values to look at.
     with mock.patch.object(modeling_vit.ViTPreTrainedModel, "_init_weights"):
-        return _with_logits(ViTForImageClassification(config)), modeling_vit.ViTLayer
+        return with_logits(ViTForImageClassification(config)), modeling_vit.ViTLayer
 
 
 def build(name: str, *, full: bool, small: bool) -> Built:
@@ -96,17 +80,12 @@ class Trained:
         self.optimizer = Adam(self.model.parameters(), foreach=True)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
-    def step(self, size: int, *, dry: bool = False) -> tuple[Callable[[], object], list[Tensor]]:
+    def step(self, size: int) -> tuple[Callable[[], object], list[Tensor]]:
         """One training step with `size` samples, and the batch."""
         vision = self.name == "ViT"
         batch = _pictures(self, size) if vision else _tokens(self, size)
         loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if vision else next_token
-        # A dry run has no values, and the reference looks at those of the gradients.
-        train_step = plain_step if dry else solution("amp_loop").train_step
-
-        def step() -> object:
-            return train_step(self.model, batch, loss, self.optimizer, dtype=self.dtype)
-
+        step = partial(train_step, self.model, batch, loss, self.optimizer, dtype=self.dtype)
         return step, list(batch)
 
 
@@ -145,27 +124,21 @@ class Pictures(nn.Module):
         return logits
 
 
-def _with_logits(model: nn.Module) -> nn.Module:
-    """The model, which returns a tensor instead of the library's record."""
-    model.register_forward_hook(lambda module, args, output: output.logits)
-    return model.train()
-
-
 def llama_name() -> str:
     """What `llama` is."""
-    return "LLaMA 7B" if installed() else "A GPT of our own with 7 billion numbers"
+    return "LLaMA 7B" if has_transformers() else "A GPT of our own with 7 billion numbers"
 
 
 def llama(layers: int = 32) -> Built:
     """LLaMA 7B by its configuration, 4096 wide: for dry runs, made in bfloat16."""
     torch.set_default_dtype(torch.bfloat16)
     try:
-        if not installed():
+        if not has_transformers():
             return Gpt(layers, 4608, 32000), Block
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-        return _with_logits(
+        return with_logits(
             LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False))
         ), LlamaDecoderLayer
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.memory.ruler import human
 from kit.memory.stack import highest, stacked, thin
 
 
@@ -41,7 +42,7 @@ def _draw(
     figure, panels = draw.figure(columns=len(rows), height=3.4)
     for panel, (name, stack) in zip(panels, rows.items(), strict=True):
         draw.stacked_timeline(panel, stack, most)
-        panel.set_title(f"{name}: {draw.readable(peaks[name])}", fontsize=9)
+        panel.set_title(f"{name}: {human(peaks[name])}", fontsize=9)
         panel.set_ylabel("" if panel is not panels[0] else panel.get_ylabel())
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8, frameon=False)

@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib", reason="the lab draws with matplotlib")
 from rich.console import Console
 
 from kit.catalog import ROOT, all_katas
+from kit.memory.stack import by_kind, stacked
 from lab import __main__ as command
 from lab import draw, measure, report
 from lab.claims import ARTICLES, CLAIMS
@@ -185,11 +186,11 @@ def test_the_kinds_of_a_timeline_add_up_to_the_ruler():
         optimizer.step()
 
     books = measure.books_of(step, CPU, model, optimizer, [x])
-    parts = measure.by_kind(books)
+    parts = by_kind(books)
     assert sum(parts.values()) == books.peak
     assert parts["data"] == 256 * 64 * 4
     # what ReLU returns, and the output, which square saves
-    assert max(row["activations"] for row in measure.stacked(books)) == 256 * (128 + 8) * 4
+    assert max(row["activations"] for row in stacked(books)) == 256 * (128 + 8) * 4
     assert isinstance(measure.solution("amp_loop"), ModuleType)
 
 

@@ -10,18 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from desk.recorder import _claimed
-from selftest.tiny import house
-from selftest.tiny_answers import MEAN, answer, block
+from selftest.tiny_answers import MEAN, answer, block, judge_text
 
 pytestmark = pytest.mark.timeout(300)
 TWO_CORES = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
 SLOW = "    import os, time\n    print('pid', os.getpid())\n    time.sleep(0.4)\n"
 ADD = "        self.count += self.step\n"
-
-
-def judge(name: str, text: str, *arguments: str) -> tuple[int, str]:
-    path = house().write(f"answers/{name}.py", text)
-    return house().desk("kata", "tiny_mean", "--answers", str(path), *arguments)
 
 
 def pids(out: str) -> set[str]:
@@ -30,7 +24,7 @@ def pids(out: str) -> set[str]:
 
 def test_both_take_specs_and_all_are_told_in_their_order():
     for _ in range(3):  # on a busy machine the second one may come when all is done
-        code, out = judge("slow", answer((MEAN, SLOW + MEAN)), "-v")
+        code, out = judge_text("slow", answer((MEAN, SLOW + MEAN)), "-v")
         assert code == 0
         if len(pids(out)) == 2:
             break
@@ -43,31 +37,31 @@ def test_both_take_specs_and_all_are_told_in_their_order():
 
 def test_what_the_import_prints_is_told_once():
     text = answer((MEAN, SLOW + MEAN), ("import math", "import math\nprint('imported')"))
-    _, out = judge("prints", text, "-v")
+    _, out = judge_text("prints", text, "-v")
     assert out.count("imported") == 1
 
 
 @pytest.mark.parametrize("comment", ["# breakpoint() here?", "# pdb.set_trace()"])
 def test_one_is_enough_where_a_debugger_may_ask(comment):
-    _, out = judge("debugged", answer((MEAN, SLOW + MEAN)) + f"\n\n{comment}\n", "-v")
+    _, out = judge_text("debugged", answer((MEAN, SLOW + MEAN)) + f"\n\n{comment}\n", "-v")
     assert len(pids(out)) == 1
 
 
 def test_the_first_failure_is_told_though_a_later_spec_has_failed_before():
     fails = MEAN.replace("return", "return 1 +")
     text = answer((MEAN, SLOW + fails), (ADD, "        raise ValueError\n"))
-    code, out = judge("fails_twice", text)
+    code, out = judge_text("fails_twice", text)
     assert code == 1
     assert "FAIL" in out
     assert "got       4.0" in block(out, "is the sum over the count (three)")
     assert "counts in steps" not in out
     assert "1 failed" in out
-    assert judge("fails_twice", text, "--all")[1].count("  FAIL  ") > 3
+    assert judge_text("fails_twice", text, "--all")[1].count("  FAIL  ") > 3
 
 
 def test_a_process_that_dies_is_told_when_all_before_has_passed():
     text = answer((MEAN, SLOW + MEAN), (ADD, "        import os\n        os._exit(3)\n"))
-    code, out = judge("dies", text)
+    code, out = judge_text("dies", text)
     assert code == 1
     assert "Core part 1 passed: 4 specs" in out
     assert "the process ended during this spec (exit code 3)" in block(out, "counts in steps")

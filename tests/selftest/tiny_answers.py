@@ -98,7 +98,12 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def judge(name: str, *arguments: str) -> tuple[int, str]:
     """The verdict on one of ANSWERS."""
-    path = house().write(f"answers/{name}.py", ANSWERS[name][0])
+    return judge_text(name, ANSWERS[name][0], *arguments)
+
+
+def judge_text(name: str, text: str, *arguments: str) -> tuple[int, str]:
+    """The verdict on an answer of this text."""
+    path = house().write(f"answers/{name}.py", text)
     return house().desk("kata", "tiny_mean", "--answers", str(path), *arguments)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
+from kit.memory.stack import by_kind
 from lab import draw
-from lab.measure import alternating, books_of, by_kind, ratio, rehearsed, solution
+from lab.measure import alternating, books_of, ratio, rehearsed, solution
 from lab.models import Gpt, next_token, parameters_of
 from lab.notebook import Lab
 from lab.training import Batch, loss_on, one_thread, text

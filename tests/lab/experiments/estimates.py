@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kit.memory.account import account
+from kit.memory.stack import KINDS, stacked
 from kit.ranks.simulated import dry_run
 from lab import closed_form, draw
 from lab.closed_form import Setting, Shape
 from lab.decoder import SHAPES, make
-from lab.measure import KINDS, books_of, solution, stacked
+from lab.measure import books_of, solution
 from lab.models import next_token, plain_step
 from lab.notebook import Lab
 

@@ -11,12 +11,13 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from kit.laws.toys import text_batches
+from kit.memory.stack import by_kind, stacked
 from lab import draw, strangers
 from lab.lora import adapt
 from lab.lora_peers import against_bitsandbytes, against_peft, round_trip
-from lab.measure import alternating, books_of, by_kind, ratio, rehearsed, solution, stacked
-from lab.models import next_token, parameters_of, plain_step
-from lab.notebook import Lab
+from lab.measure import alternating, books_of, ratio, rehearsed, solution
+from lab.models import has_transformers, next_token, parameters_of, plain_step
+from lab.notebook import Lab, in_part
 from lab.text import source_batches
 
 ORDER = 7
@@ -105,7 +106,7 @@ def _bytes(lab: Lab) -> None:
         for name, (how, by) in SETTINGS.items()
     }
     total = {name: sum(one["kinds"].values()) for name, one in found.items()}
-    whose = "of the transformers library" if strangers.installed() else "of our own"
+    whose = "of the transformers library" if has_transformers() else "of our own"
     how = "the allocator's" if lab.device.type == "cuda" else "by a dry run"
     lab.say(f"GPT-2 small {whose}, 4 x 512 tokens, float32, fused AdamW, LoRA of rank 16; {how}.")
     figure, (axes,) = draw.figure(height=3.0)
@@ -205,9 +206,7 @@ def _checks(lab: Lab) -> None:
 
 
 def _checkpoints(lab: Lab) -> None:
-    ways = {
-        n: way for n, way in CHECKPOINTS.items() if strangers.installed() or n != "transformers"
-    }
+    ways = {n: way for n, way in CHECKPOINTS.items() if has_transformers() or n != "transformers"}
     peaks = dict[str, int]()
     for name, way in ways.items():
         found = lab.sample(f"bytes full {way}", partial(_measured, lab, "full", way))
@@ -282,7 +281,7 @@ def _seven(lab: Lab) -> None:
 
 def _claims(lab: Lab, weights: float, peak: float, plain: Any, checkpointed: Any) -> None:
     right = [weights <= 3.5 * 1.1, peak <= 13.5]
-    verdict = "holds" if all(right) else "holds in part" if any(right) else "does not hold"
+    verdict = in_part(right)
     lab.claim(
         "l97-qlora",
         f"{weights:.1f} GB weights, {peak:.1f} GB in all",
@@ -291,12 +290,11 @@ def _claims(lab: Lab, weights: float, peak: float, plain: Any, checkpointed: Any
     )
     of = {kind: 1 - checkpointed[kind] / plain[kind] for kind in ("activations", "peak")}
     amounts = {k: f"{plain[k] / GB:.1f} GB to {checkpointed[k] / GB:.1f} GB" for k in of}
-    both = of["activations"] >= 0.65 and of["peak"] >= 0.5
-    one = of["activations"] >= 0.65 or of["peak"] >= 0.5
+    parts = [of["activations"] >= 0.65, of["peak"] >= 0.5]
     lab.claim(
         "l97-checkpoint-70",
         f"{of['activations']:.0%} of the activations ({amounts['activations']}), {of['peak']:.0%} "
         f"of the peak ({amounts['peak']})",
-        verdict="holds" if both else "holds in part" if one else "does not hold",
+        verdict=in_part(parts),
         when="full fine-tuning of 7B; of the peak more only where activations outweigh the rest",
     )

@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 from kit.laws.toys import mse
+from kit.memory.stack import stacked, thin
 from lab import draw
-from lab.measure import alternating, books_of, ratio, rehearsed, solution, stacked, thin
-from lab.models import large_model, plain_step
+from lab.measure import alternating, books_of, ratio, rehearsed, solution
+from lab.models import WAYS, large_model, train_step
 from lab.notebook import Lab
 
 ORDER = 1
@@ -22,23 +23,15 @@ QUESTION = "What do AMP, checkpointing and both save of one training step, and w
 SECONDS = {"quick": 12, "full": 22}
 CLAIMS = ("q9-amp-half", "q9-amp-twice", "q9-checkpoint-70", "q9-checkpoint-time", "lab-both")
 
-WAYS: dict[str, tuple[torch.dtype, bool]] = {
-    "fp32": (torch.float32, False),
-    "AMP": (torch.bfloat16, False),
-    "checkpointed": (torch.float32, True),
-    "both": (torch.bfloat16, True),
-}
 Made = tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]
 
 
-def make(way: str, device: torch.device, *, full: bool, dry: bool = False) -> Made:
+def make(way: str, device: torch.device, *, full: bool) -> Made:
     """The step of one configuration, with its model, its optimizer and its batch."""
     dtype, checkpoint = WAYS[way]
     kata = solution("checkpointed_model")
     model, x = large_model(kata, device, full=full, checkpoint=checkpoint)
     optimizer = Adam(model.parameters(), foreach=True)
-    # A dry run has no values, and the reference looks at those of the gradients.
-    train_step = plain_step if dry else solution("amp_loop").train_step
     return lambda: train_step(model, (x, x), mse, optimizer, dtype=dtype), model, optimizer, [x]
 
 
@@ -94,7 +87,7 @@ def _timeline(lab: Lab, way: str) -> list[dict[str, int]]:
     if lab.device.type == "cuda":
         step, model, optimizer, known = make(way, lab.device, full=True)
         return thin(stacked(books_of(step, lab.device, model, optimizer, known)))
-    return thin(stacked(rehearsed(lambda: make(way, torch.device("cpu"), full=True, dry=True))))
+    return thin(stacked(rehearsed(lambda: make(way, torch.device("cpu"), full=True))))
 
 
 def _seconds(lab: Lab) -> dict[str, list[float]]:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lab import draw, strangers
+from lab import draw
 from lab.largest import largest_batch
-from lab.measure import alternating, fits, ratio, rehearsed, times
-from lab.notebook import Lab
+from lab.measure import alternating, fits, ratio, rehearsed
+from lab.models import WAYS, has_transformers
+from lab.notebook import Lab, in_part
 from lab.padding import SIZES, WIDE, padded, seconds_of_products, waste_of
-from lab.strangers import WAYS, Trained
+from lab.strangers import Trained
 
 ORDER = 5
 TITLE = "Largest batch and throughput"
@@ -89,7 +90,7 @@ def _dry_search(way: str) -> Search:
 
     def made(size: int) -> tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]:
         trained = Trained("ViT", way, torch.device("cpu"), full=True, small=False)
-        step, batch = trained.step(size, dry=True)
+        step, batch = trained.step(size)
         return step, trained.model, trained.optimizer, list(batch)
 
     def try_one(size: int) -> bool:
@@ -110,9 +111,9 @@ def _speed(lab: Lab, name: str, found: dict[str, Search]) -> dict[str, list[floa
 
     rounds = 5 if lab.quick else 11
     if on_gpu:  # one after another: the models together would need four times the memory
-        seconds = {}
+        seconds = dict[str, list[float]]()
         for way in sizes:
-            seconds[way] = times(step_of(way), lab.device, rounds)
+            seconds |= alternating({way: step_of(way)}, lab.device, rounds)
             gc.collect()
     else:
         seconds = alternating({way: step_of(way) for way in sizes}, lab.device, rounds)
@@ -143,7 +144,7 @@ def _largest(
     lab: Lab, found: dict[str, dict[str, Search]], speed: dict[str, dict[str, list[float]]]
 ) -> None:
     on_gpu = lab.device.type == "cuda"
-    whose = "of the transformers library" if strangers.installed() else "of our own"
+    whose = "of the transformers library" if has_transformers() else "of our own"
     how = "the caching allocator" if on_gpu else "the ruler, which refuses what exceeds it"
     share = f", {BYTES_A_PARAMETER} bytes a parameter as in the article's 40 GiB,"
     budget = f"The budget{'' if on_gpu else share} is enforced by {how}."
@@ -243,7 +244,7 @@ def _claims(
 ) -> None:
     on_gpu = lab.device.type == "cuda"
     right = [1.1 < g["AMP"] < 2.2 and 2 <= g["checkpointed"] > g["AMP"] for g in growth.values()]
-    verdict = "holds" if all(right) else "holds in part" if any(right) else "does not hold"
+    verdict = in_part(right)
     parts = [
         f"{name}: AMP {g['AMP']:.1f} times, checkpointing {g['checkpointed']:.1f} times"
         for name, g in growth.items()
@@ -259,7 +260,7 @@ def _claims(
     fast = [r["AMP"] > 1.5 for r in rates.values()]
     slight = [0.7 < r["checkpointed"] < 1 for r in rates.values()]
     good = [*fast, *slight]
-    verdict = "holds" if all(good) else "holds in part" if any(good) else "does not hold"
+    verdict = in_part(good)
     parts = [
         f"{name}: AMP {r['AMP']:.2f} times, checkpointing {r['checkpointed']:.2f} times"
         for name, r in rates.items()

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from kit.memory.stack import by_kind, stacked
 from lab import draw
-from lab.measure import alternating, books_of, by_kind, ratio, rehearsed, solution, stacked
+from lab.measure import alternating, books_of, ratio, rehearsed, solution
 from lab.models import Gpt, next_token, parameters_of, plain_step
 from lab.notebook import Lab
 from lab.training import Batch, gpt2_small, loss_on, means, one_thread, text

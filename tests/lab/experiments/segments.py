@@ -6,7 +6,6 @@ import itertools
 import math
 import statistics
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch.optim import SGD
 from lab import checkpointed_gpt2, segment_plots
 from lab.chains import WAYS, Point, chain, flops_of, measured, plain
 from lab.measure import alternating, peak_of, ratio, rehearsed
-from lab.notebook import Lab
+from lab.models import has_transformers
+from lab.notebook import Lab, in_part
 from lab.segment_plots import GRAPHS, ROOT
 
 ORDER = 4
@@ -193,7 +193,7 @@ def _claim_zomi(lab: Lab, depths: list[dict[str, Any]], timed: dict[str, Any], w
         "zomi-rate",
         f"{last['depth']} layers: {got:.0%} saved where the formula says {claimed:.0%}, "
         f"{counted:.0%} more operations where it says {more:.0%}",
-        verdict="holds" if all(good) else "holds in part" if any(good) else "does not hold",
+        verdict=in_part(good),
         when="the peak has √L checkpoints and a segment of √L layers, so 1 - 2√L/L is nearer; "
         f"operations added go from {shares[0][-1]:.0%} at {shares[0][0]} layers to {counted:.0%}",
     )
@@ -240,7 +240,7 @@ def _claim_q9(lab: Lab, rows: list[dict[str, int]]) -> None:
 
 
 def _claim_gpt2(lab: Lab) -> None:
-    if find_spec("transformers") is None:
+    if not has_transformers():
         for claim in ("lab-checkpoint", "l97-checkpoint-time"):
             lab.claim(claim, "", verdict="not measured", when="transformers is not installed")
         return
@@ -271,7 +271,7 @@ def _claim_gpt2(lab: Lab) -> None:
     lab.claim(
         "lab-checkpoint",
         f"{saved:.0%} of the peak, {time:+.0%} ± {spreads['checkpointed']:.0%} time",
-        verdict="holds" if all(good) else "holds in part" if any(good) else "does not hold",
+        verdict=in_part(good),
         when=f"4 sequences of 512 tokens, AdamW: activations are {held:.0%} of the plain "
         f"peak, and they alone grow with the tokens; {where}",
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from functools import partial
 from typing import Any
 
 from lab import draw
-from lab.notebook import Lab
+from lab.measure import power
+from lab.notebook import Lab, in_part
 from lab.shards import TOKENS, WAYS, WIDTH, formula, rehearse
 
 ORDER = 6
@@ -176,26 +175,23 @@ def _claim_n_times(lab: Lab, found: Found) -> None:
         f"at {AT} ranks {rest:.0f} times less between steps and {highest:.0f} times at the highest;"
         f" a model {many} times as deep on {many} ranks: {states:.2f} times the states and "
         f"{peak:.2f} times the peak of one rank",
-        verdict="holds" if all(good) else "holds in part" if any(good) else "does not hold",
+        verdict=in_part(good),
         when="of what is kept; the blocks that are gathered, and the gradients of one, are as "
         "large on any number of ranks, and so are activations",
     )
-    powers = [_power(found["ZeRO-3"], key) for key in ("rest", "states", "peak")]
-    good = [abs(power + 1) < 0.05 for power in powers]
+    powers = [
+        power(found["ZeRO-3"], [one[key] for one in found["ZeRO-3"].values()])
+        for key in ("rest", "states", "peak")
+    ]
+    good = [abs(grown + 1) < 0.05 for grown in powers]
     lab.claim(
         "medium-zero-linear",
         f"from 1 to {max(found['ZeRO-3']):,} ranks the states between steps go as N^{powers[0]:.2f}"
         f", at their highest as N^{powers[1]:.2f}, the whole peak as N^{powers[2]:.2f}",
-        verdict="holds" if all(good) else "holds in part" if any(good) else "does not hold",
+        verdict=in_part(good),
         when="what a rank keeps falls as 1/N, so what more ranks save is less each time; the peak "
         "ends at the gathered blocks",
     )
-
-
-def _power(found: dict[int, dict[str, Any]], key: str) -> float:
-    """The power of the number of ranks with which bytes go: a fit to the logarithms."""
-    x = [math.log(n) for n in found]
-    return statistics.linear_regression(x, [math.log(one[key]) for one in found.values()]).slope
 
 
 def _claim_traffic(lab: Lab, found: Found) -> None:
@@ -204,7 +200,7 @@ def _claim_traffic(lab: Lab, found: Found) -> None:
     lab.claim(
         "q9-zero-free",
         f"ZeRO-1 sends {one:.2f} times what data parallelism sends, ZeRO-2 {two:.2f} times",
-        verdict="holds" if all(good) else "holds in part" if any(good) else "does not hold",
+        verdict=in_part(good),
         when="in numbers sent; time needs real ranks. An all-reduce is a reduce-scatter and an "
         "all-gather, and ZeRO-2 makes these two; torch's ZeRO-1 sums whole gradients first",
     )

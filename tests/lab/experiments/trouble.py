@@ -41,7 +41,7 @@ def run(lab: Lab) -> None:
 
 def _graph(lab: Lab) -> None:
     programs = (broken.mean_loss_with_graphs, broken.mean_loss, broken.train_with_graphs)
-    found = _timelines(lab, *programs)
+    found = _samples(lab, symptoms.timeline_of, *programs)
     _show(lab, "A graph that is kept alive", *programs[:2])
     held, mended, trained = (found[program.__name__] for program in programs)
     title = (
@@ -58,7 +58,7 @@ def _graph(lab: Lab) -> None:
 
 def _list(lab: Lab) -> None:
     programs = (broken.predict_in_a_list, broken.predict)
-    found = _timelines(lab, *programs)
+    found = _samples(lab, symptoms.timeline_of, *programs)
     _show(lab, "A list of tensors that grows", *programs)
     held, mended = (found[program.__name__] for program in programs)
     size = f"one output is {human(symptoms.bytes_of_output(lab.device))}"
@@ -71,12 +71,7 @@ def _list(lab: Lab) -> None:
 
 def _leak(lab: Lab) -> None:
     programs = (broken.train_with_a_hook, broken.train_with_a_mended_hook)
-    found = {
-        program.__name__: lab.sample(
-            program.__name__, partial(symptoms.leak_of, lab.device, program)
-        )
-        for program in programs
-    }
+    found = _samples(lab, symptoms.leak_of, *programs)
     _show(lab, "A leak in a hook", *programs)
     steps = {name: symptoms.growth(sample["timeline"]) for name, sample in found.items()}
     held, mended = steps.values()
@@ -113,12 +108,7 @@ def _leak(lab: Lab) -> None:
 
 def _nan(lab: Lab) -> None:
     programs = (broken.train_at_one_scale, broken.train_with_a_scaler)
-    found = {
-        program.__name__: lab.sample(
-            program.__name__, partial(symptoms.overflows_of, lab.device, program)
-        )
-        for program in programs
-    }
+    found = _samples(lab, symptoms.overflows_of, *programs)
     _show(lab, "NaN under float16", *programs)
     figure, (losses, gradients) = draw.figure(columns=2)
     steps = list(range(1, len(found[programs[0].__name__]["losses"]) + 1))
@@ -244,12 +234,11 @@ def _fragmentation(lab: Lab) -> None:
     lab.plot("fragments", figure, title, "Reserved and allocated bytes after each operation.")
 
 
-def _timelines(lab: Lab, *programs: Callable[..., object]) -> dict[str, list[int]]:
-    """Bytes that each program adds, over its time."""
-    return {
-        p.__name__: lab.sample(p.__name__, partial(symptoms.timeline_of, lab.device, p))
-        for p in programs
-    }
+def _samples(
+    lab: Lab, symptom: Callable[..., Any], *programs: Callable[..., Any]
+) -> dict[str, Any]:
+    """What an instrument shows of each program, by the program's name."""
+    return {p.__name__: lab.sample(p.__name__, partial(symptom, lab.device, p)) for p in programs}
 
 
 def _show(lab: Lab, title: str, *programs: Callable[..., object]) -> None:
