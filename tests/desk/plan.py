@@ -81,8 +81,7 @@ def run(name: str | None, answers: str, given: dict[str, int], limit: float, pap
 
 def _report(verdict: Verdict, sizes: dict[str, int], found: Plan | None) -> schema.Plan:
     rows = [schema.Configuration(**dataclasses.asdict(row)) for row in found.rows] if found else []
-    bad = verdict.broken or (verdict.first_bad and verdict.first_bad[1])
-    problem = bad.problem if bad else None
+    problem = verdict.bad.problem if verdict.bad else None
     return schema.Plan(
         command="plan",
         ok=found is not None,
@@ -223,7 +222,7 @@ def _unit(largest: int) -> tuple[str, int]:
 
 def _show_problem(paper: Paper, verdict: Verdict) -> None:
     screen = Screen(paper, verdict.job)
-    bad = verdict.broken or (verdict.first_bad and verdict.first_bad[1])
+    bad = verdict.bad
     problem = bad.problem if bad else None
     step = f"nox -s kata -- {verdict.job.kata.name}"
     if not bad or not problem:

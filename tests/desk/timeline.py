@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from desk import report, schema
+from desk import events, report, schema
 from desk.asked import Misuse, locate, named
 from desk.judge import judge
 from desk.paper import Paper
@@ -41,42 +41,44 @@ def run(name: str | None, answers: str, limit: float, paper: Paper) -> int:
     paper.line(f"{kata.title} ({kata.name}) - one step of {shown(job.path)}", "bold")
     paper.line()
     verdict = judge(job)
-    bad = verdict.broken or (verdict.first_bad and verdict.first_bad[1])
-    problem = bad.problem if bad else None
-    charts = [chart for outcome in verdict.outcomes.values() for chart in outcome.charts]
-    drawn = verdict.passed and bool(charts)
-    screen = Screen(paper, job)
-    if drawn:
-        paper.line(charts[0].title)
-        for label, _, size in charts[0].rows:
+    outcome = next(iter(verdict.outcomes.values()), None)
+    if outcome and outcome.result == events.SKIPPED:
+        raise Misuse(outcome.reason.removeprefix("Skipped: "))
+    chart = outcome.charts[0] if verdict.passed and outcome else None
+    place = shown(picture.with_suffix(".png")) if chart else ""
+    if chart:
+        paper.line(chart.title)
+        for label, _, size in chart.rows:
             paper.verbatim(2, f"{label:<10} peak {size}")
         paper.line()
-        paper.line(f"Picture: {shown(picture.with_suffix('.png'))} (and .svg)")
-    elif bad and problem:
-        paper.line(f"There is no picture: {problem.kind}", "bold red")
-        paper.line()
-        screen.problem(problem, bad.prints)
-        paper.line()
-        paper.steps([("Next", f"nox -s kata -- {kata.name}")])
+        paper.line(f"Picture: {place} (and .svg)")
     else:
-        screen.trouble(verdict)
-    paper.report(_report(verdict, picture if drawn else None))
-    return 0 if drawn else 1
-
-
-def _report(verdict: Verdict, picture: Path | None) -> schema.Timeline:
-    bad = verdict.broken or (verdict.first_bad and verdict.first_bad[1])
-    charts = [chart for outcome in verdict.outcomes.values() for chart in outcome.charts]
-    return schema.Timeline(
+        _show_problem(paper, verdict)
+    problem = verdict.bad.problem if verdict.bad else None
+    document = schema.Timeline(
         command="timeline",
-        ok=picture is not None,
-        kata=report.kata_name(verdict.job.kata),
-        answer=shown(verdict.job.path),
-        picture=shown(picture.with_suffix(".png")) if picture else "",
-        peaks={label: size for label, size, _ in charts[0].rows} if picture else {},
-        problem=report.problem(bad.problem) if bad and bad.problem else None,
+        ok=chart is not None,
+        kata=report.kata_name(kata),
+        answer=shown(job.path),
+        picture=place,
+        peaks={label: size for label, size, _ in chart.rows} if chart else {},
+        problem=report.problem(problem) if problem else None,
         trouble=verdict.trouble,
     )
+    paper.report(document)
+    return 0 if chart else 1
+
+
+def _show_problem(paper: Paper, verdict: Verdict) -> None:
+    screen, bad = Screen(paper, verdict.job), verdict.bad
+    if bad and bad.problem:
+        paper.line(f"There is no picture: {bad.problem.kind}", "bold red")
+        paper.line()
+        screen.problem(bad.problem, bad.prints)
+        paper.line()
+        paper.steps([("Next", f"nox -s kata -- {verdict.job.kata.name}")])
+    else:
+        screen.trouble(verdict)
 
 
 def _kata(name: str | None) -> Kata:

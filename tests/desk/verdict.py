@@ -182,6 +182,11 @@ class Verdict:
         return None
 
     @property
+    def bad(self) -> Broken | Outcome | None:
+        """What is wrong first, if anything: the file, or how a spec ended; it has the problem."""
+        return self.broken or (self.first_bad[1] if self.first_bad else None)
+
+    @property
     def passed_sections(self) -> list[Passed]:
         """The sections of this run in which nothing is missing and nothing has failed.
 

@@ -152,8 +152,8 @@ class Watch:
             later = [number for number in self._numbers if number > self._part]
             step = "press p for another part" if later else "press p and 0 for the whole kata"
             self._paper.steps([("Next", step)])
-        bad = what.broken.problem if what.broken else what.first_bad and what.first_bad[1].problem
-        self._at = bad.at if bad else ""
+        problem = what.bad.problem if what.bad else None
+        self._at = problem.at if problem else ""
         self._foot()
 
     def _foot(self) -> None:

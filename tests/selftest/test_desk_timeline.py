@@ -10,7 +10,7 @@ import pytest
 from kit.catalog import ROOT, all_katas
 from selftest.tiny import SOLUTION, House, later, new_folder, result
 from selftest.tiny_answers import answer, in_mean
-from selftest.tiny_timeline import add_timeline
+from selftest.tiny_timeline import add_lab, add_timeline
 
 pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
 pytestmark = pytest.mark.timeout(120)
@@ -98,6 +98,18 @@ def test_an_answer_without_a_picture_is_told_why(name, words):
 def test_a_kata_without_a_picture_names_those_that_have_one():
     assert seen("nothing") == (2, "say which kata: nox -s timeline -- NAME; there are tiny_mean\n")
     assert seen("plain") == (2, "plain has no picture of a step; those that have one: tiny_mean\n")
+
+
+def test_a_step_that_cannot_run_here_is_told_as_that_and_not_as_a_fault_of_the_judge():
+    house = House(new_folder())
+    house.add_kata("tiny_mean")
+    skips = "import pytest\n\n\ndef timeline(answer):\n    pytest.skip('torch is too old')\n"
+    house.write("tests/specs/tiny_mean/timeline.py", skips)
+    add_lab(house)
+    code, out = house.desk("timeline", "1", "--answers", "solutions")
+    assert code == 2
+    assert out.endswith("torch is too old\n")
+    assert "judge" not in out
 
 
 def test_a_memory_bar_that_fails_names_the_picture():

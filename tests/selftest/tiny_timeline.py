@@ -34,7 +34,12 @@ def held(size, device):
 
 
 def add_timeline(house: House) -> None:
-    """Give tiny_mean a picture; it is drawn by the lab."""
+    """Give tiny_mean a picture."""
     house.write("tests/specs/tiny_mean/timeline.py", TIMELINE)
+    add_lab(house)
+
+
+def add_lab(house: House) -> None:
+    """The lab draws pictures."""
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tests" / "lab", house.root / "tests" / "lab", ignore=skip)
