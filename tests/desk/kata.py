@@ -10,7 +10,7 @@ from desk.gpu import why_no_cuda
 from desk.judge import judge
 from desk.paper import Paper
 from desk.screen import Screen
-from desk.state import Record, State
+from desk.state import Fingerprint, Record, State
 from desk.steps import ALL_SOLVED, next_steps
 from desk.verdict import Job
 from desk.words import title
@@ -92,8 +92,8 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
     before = state.fingerprint(job.kata) if own else None
     record = state.read(job.kata) if own else None
     if record and before and wanted.part is None and not is_untouched(job.path):
-        unchanged = not record.changed(before)
-        job = planned(job, record, unchanged and not wanted.verbose and not job.junitxml)
+        may_skip = not (record.changed(before) or wanted.verbose or job.junitxml)
+        job = planned(job, record, before, may_skip=may_skip)
     paper.line(title(job), "bold")
     paper.line()
     screen = Screen(paper, job, wanted.verbose)
@@ -111,8 +111,12 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
     return report.verdict(verdict, steps)
 
 
-def planned(job: Job, record: Record, may_skip: bool) -> Job:
-    """The section that failed last comes first; what has passed with this code need not run."""
+def planned(job: Job, record: Record, now: Fingerprint, *, may_skip: bool) -> Job:
+    """What is about changed functions comes first, then the section that failed last.
+
+    Core comes before details until it has passed once. What has passed with this very code need not
+    run.
+    """
     if job.run_all:
         return job
     sections = job.kata.sections
@@ -122,4 +126,11 @@ def planned(job: Job, record: Record, may_skip: bool) -> Job:
     known = {found.section for found in before}
     todo = [section for section in sections if section not in known]
     todo.sort(key=lambda section: section != record.failed)
-    return dataclasses.replace(job, sections=tuple(todo), before=tuple(before))
+    is_past = record.failed.lap != "core" if record.failed else record.core_passed(job.kata)
+    return dataclasses.replace(
+        job,
+        sections=tuple(todo),
+        before=tuple(before),
+        changed=record.changed_functions(now),
+        past_core=is_past,
+    )

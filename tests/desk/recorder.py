@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Recorder:
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         parser.addoption("--sections", default="", help="LAP:PART,... in the order to run them")
+        parser.addoption("--changed", default="", help="functions whose sections run first")
+        parser.addoption("--past-core", action="store_true", help="... and not in each lap alone")
         parser.addoption(
             "--claims", default="", help="folder in which several runs share the specs"
         )
@@ -46,16 +49,29 @@ class Recorder:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Bring the specs into the order of the laps, and leave out those that nobody wants."""
+        """Bring the specs into the order of the laps, and leave out those that nobody wants.
+
+        What is about a function that has changed comes first: in the core and after it or, past the
+        core, of all.
+        """
         pairs = (text.partition(":") for text in config.getoption("--sections").split(",") if text)
         order = {(lap, int(part)): place for place, (lap, _, part) in enumerate(pairs)}
-        places: list[tuple[int, pytest.Item]] = []
+        changed = {*config.getoption("--changed").split(",")} - {""}
+        subjects: dict[Section, Counter[str]] = {}
+        for item in items:
+            subjects.setdefault(_section(item), Counter())[_subject(item)] += 1
+        past_core = config.getoption("--past-core")
+        places: list[tuple[bool, bool, int, bool, pytest.Item]] = []
         for item in items:
             section = _section(item)
             key = (section.lap, section.part)
             if not order or key in order or section not in _kata(item).sections:
-                places.append((order.get(key, len(order)), item))
-        items[:] = [item for _, item in sorted(places, key=lambda pair: pair[0])]
+                late = section.lap != "core" and not past_core
+                (subject, _), *_ = subjects[section].most_common(1)  # most of it is about this
+                others = subject not in changed, _subject(item) not in changed
+                place = late, others[0], order.get(key, len(order)), others[1]
+                places.append((*place, item))
+        items[:] = [item for *_, item in sorted(places, key=lambda place: place[:-1])]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._tell(Collected([_spec(item) for item in session.items]))
@@ -219,6 +235,11 @@ def _clause(item: pytest.Item) -> tuple[str, contract.Clause]:
     if mark and mark.args:
         return mark.args
     return getattr(getattr(item, "cls", None), "subject", ""), ""
+
+
+def _subject(item: pytest.Item) -> str:
+    """The function or class of the answer that it is about."""
+    return _clause(item)[0].partition(".")[0]
 
 
 def _section(item: pytest.Item) -> Section:

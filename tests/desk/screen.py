@@ -231,7 +231,7 @@ def _names(sections: list[Section]) -> str:
     """Core parts 2, 3; Details of parts 1, 2, stretch part 4."""
     texts = []
     for lap, found in itertools.groupby(sections, lambda section: section.lap):
-        numbers = [section.part for section in found]
+        numbers = sorted(section.part for section in found)
         plural = f"parts {', '.join(map(str, numbers))}"
         name = section_name(Section(lap, numbers[0]))
         texts.append(name if len(numbers) == 1 else name.replace(f"part {numbers[0]}", plural))

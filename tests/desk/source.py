@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,52 @@ def definitions(path: Path) -> dict[str, Definition]:
             members = [member for member in node.body if isinstance(member, Definition)]
             found |= {f"{node.name}.{member.name}": member for member in members}
     return found
+
+
+def digests(path: Path) -> dict[str, str]:
+    """What each function and class of a file comes to, with all of the file that it leans on.
+
+    Comments and spaces do not count. Nothing for a file that cannot be read.
+    """
+    try:
+        tree = ast.parse(read(path))
+    except (SyntaxError, ValueError):
+        return {}
+    bound: dict[str, list[ast.stmt]] = {}  # a name may be bound twice
+    for statement in tree.body:
+        for name in _bound_names(statement):
+            bound.setdefault(name, []).append(statement)
+    loose = [node for node in tree.body if not _bound_names(node)]  # it is for everything
+    return {
+        node.name: _digest([*loose, *_leans_on(node.name, bound)])
+        for node in tree.body
+        if isinstance(node, Definition)
+    }
+
+
+def _bound_names(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, Definition):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
+
+
+def _leans_on(name: str, bound: dict[str, list[ast.stmt]]) -> list[ast.stmt]:
+    """The statements that bind a name, and those that bind what they use, and so on."""
+    seen, ahead = {name}, [name]
+    while ahead:
+        nodes = [node for found in bound[ahead.pop()] for node in ast.walk(found)]
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        ahead += (fresh := (used & bound.keys()) - seen)
+        seen |= fresh
+    return [statement for name in sorted(seen) for statement in bound[name]]
+
+
+def _digest(statements: list[ast.stmt]) -> str:
+    text = "\n".join(ast.dump(statement) for statement in statements)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def imports(path: Path) -> list[str]:

@@ -20,23 +20,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
-from desk import events, words
+from desk import events, source, words
 from desk.verdict import Figure, Passed, Verdict
 from desk.words import Code
 from kit import catalog
 from kit.catalog import Kata, Lap, Section, shown
 
-VERSION = 3
+VERSION = 4
 _CODES: dict[str, Code] = {code: code for code in get_args(Code)}
 _LAPS: dict[str, Lap] = {lap: lap for lap in get_args(Lap)}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The fingerprints of an answer and of each thing that it is judged with."""
+    """The fingerprints of an answer, of its functions, and of each thing that it is judged with."""
 
     answer: str
     judge: dict[str, str]
+    functions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Record:
         known = {found.section for found in self.passed_sections}
         return known >= {section for section in kata.sections if section.lap == "core"}
 
+    def changed_functions(self, now: Fingerprint) -> tuple[str, ...]:
+        """What in the answer is not as it was at the verdict; nothing if that is not known."""
+        then = self.of.functions
+        return tuple(name for name, digest in now.functions.items() if then.get(name) != digest)
+
     def changed(self, now: Fingerprint) -> str:
         """What is not as it was at the verdict: "answer", "the specs", "torch" ...; or nothing."""
         if self.of.answer != now.answer:
@@ -79,7 +85,8 @@ class State:
 
     def fingerprint(self, kata: Kata) -> Fingerprint:
         """Of the candidate's file as it is now, and of all that it is judged with."""
-        return Fingerprint(_digest([kata.stub]), _judge_of(kata, self._device))
+        functions = source.digests(kata.stub)
+        return Fingerprint(_digest([kata.stub]), _judge_of(kata, self._device), functions)
 
     def read(self, kata: Kata) -> Record | None:
         """What is kept of this kata; a file that cannot be understood is set aside."""
@@ -169,6 +176,7 @@ def _merged(
         failed, spec = verdict.first_bad[0].section, verdict.first_bad[0].name
     elif verdict.broken and old:
         failed, spec = old.failed, old.spec  # a slip of the keyboard changes nothing in hand
+        now = dataclasses.replace(now, functions=old.of.functions)
     if failed:
         known.pop(failed, None)  # it may have passed before, with a spec that is not steady
     sections = list(known.values())
@@ -194,9 +202,12 @@ def _merged(
 
 def _record(data: dict[str, Any]) -> Record:
     """What `dataclasses.asdict` made of it; an error if anything has another form."""
-    judge = {str(key): str(value) for key, value in data["of"]["judge"].items()}
+    judge, functions = (
+        {str(key): str(value) for key, value in data["of"][name].items()}
+        for name in ("judge", "functions")
+    )
     return Record(
-        of=Fingerprint(str(data["of"]["answer"]), judge),
+        of=Fingerprint(str(data["of"]["answer"]), judge, functions),
         words=str(data["words"]),
         passed=data["passed"] is True,
         failed=_section(data["failed"]) if data["failed"] else None,

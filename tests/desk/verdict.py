@@ -55,8 +55,9 @@ class Job:
     """What to judge: `answers` is what --answers gets, `limit` is seconds for a spec.
 
     `sections` says what runs and in which order (nothing: everything); `before` are those that
-    need not run, because they have passed with this very code. `junitxml` is the file that pytest
-    writes, if any.
+    need not run, because they have passed with this very code. What is about a function that has
+    `changed` since the last verdict runs first: in its lap or, once `past_core`, of all.
+    `junitxml` is the file that pytest writes, if any.
     """
 
     kata: Kata
@@ -67,6 +68,8 @@ class Job:
     limit: float = 20.0
     sections: tuple[Section, ...] = ()
     before: tuple[Passed, ...] = ()
+    changed: tuple[str, ...] = ()
+    past_core: bool = False
     junitxml: Path | None = None
 
     @property
@@ -77,7 +80,9 @@ class Job:
         chosen = [path for part in parts for path in files.get(part, [])] or [self.kata.specs]
         options = [f"--junitxml={self.junitxml}"] if self.junitxml else []
         order = ",".join(f"{section.lap}:{section.part}" for section in self.asked)
-        return [*map(str, chosen), *options, f"--sections={order}"]
+        laps = ["--past-core"] if self.past_core else []
+        changed = f"--changed={','.join(self.changed)}"
+        return [*map(str, chosen), *options, f"--sections={order}", changed, *laps]
 
     @property
     def may_share(self) -> bool:

@@ -143,10 +143,10 @@ def test_an_answer_that_changed_during_the_run_is_not_kept(said):
     [
         ("", "it is damaged"),
         ("[]", "it is damaged"),
-        ('{"version": 3}', "it is damaged"),
+        ('{"version": 4}', "it is damaged"),
         ("\x00\xff", "it is damaged"),
         ("[" * 100_000, "it is damaged"),
-        ('{"version": 0}', "its version is 0, not 3"),
+        ('{"version": 0}', "its version is 0, not 4"),
     ],
 )
 def test_what_cannot_be_used_is_set_aside_and_said(said, text, why):

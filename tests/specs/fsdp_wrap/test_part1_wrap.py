@@ -257,6 +257,15 @@ class TestPart1Wrap:
         left = yours.memory.after["unsharded"]
         check_equal(left, 0, f"gathered bytes after {what}", cause=cause)
 
+    @pytest.mark.survives("wrap", "Raises")
+    @pytest.mark.parametrize("what", [*UNITS, *OPTIONS], ids=lambda w: w.replace(" ", "_"))
+    def test_refuses_what_cannot_be_sharded(self, answer, device, what):
+        """A parameter of two units would have a shard in one and be whole in the other; on a mesh
+        of two dimensions fully_shard replicates over the first; float16 needs a loss scale.
+        """
+        with simulated_world(8, device) as mesh:
+            check_refused(answer, mesh, what, {**UNITS, **OPTIONS}[what])
+
     @pytest.mark.survives("wrap", 2)
     def test_wrapping_changes_no_value_and_no_flag(self, answer, world):
         world.run(answer, programs.keeps_values)
@@ -274,12 +283,3 @@ class TestPart1Wrap:
         """Two models train side by side, each on half of the ranks, with data of its own."""
         cause = "another group than the mesh's takes part: that of all ranks, which is the default"
         hold(answer, world, "meshes", cause=cause)
-
-    @pytest.mark.survives("wrap", "Raises")
-    @pytest.mark.parametrize("what", [*UNITS, *OPTIONS], ids=lambda w: w.replace(" ", "_"))
-    def test_refuses_what_cannot_be_sharded(self, answer, device, what):
-        """A parameter of two units would have a shard in one and be whole in the other; on a mesh
-        of two dimensions fully_shard replicates over the first; float16 needs a loss scale.
-        """
-        with simulated_world(8, device) as mesh:
-            check_refused(answer, mesh, what, {**UNITS, **OPTIONS}[what])

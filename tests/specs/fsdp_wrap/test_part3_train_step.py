@@ -22,6 +22,16 @@ class TestPart3TrainStep:
         """Samples 3 and 2 on rank 0, 1 and 6 on rank 1: sum of n_b * (mean loss of b) / 12."""
         hold(answer, world, "one step", cause="samples do not count the same")
 
+    @pytest.mark.exact("train_step", 6)
+    @pytest.mark.parametrize(
+        ("ranks", "options"),
+        [(8, {}), (64, {}), (8, {"checkpoint": True})],
+        ids=["plain-8", "plain-64", "checkpoint-8"],
+    )
+    def test_reduces_every_unit_for_each_micro_batch(self, answer, device, ranks, options):
+        calls = second_step(answer, device, ranks, sync="each", max_norm=1.0, **options)[1]
+        check_reductions(calls, ranks, 3)
+
     @pytest.mark.exact("train_step", "grad_norm")
     def test_the_norm_is_over_all_shards_of_all_ranks(self, answer, world):
         """sqrt(sum over ranks of the squares of their shards); tied once, frozen not at all."""
@@ -56,16 +66,6 @@ class TestPart3TrainStep:
         """In float32 and bfloat16, given back and kept; every block runs twice, no more."""
         cause = "the recomputation has another dropout mask, or another input"
         hold(answer, world, "checkpoint", cause=cause)
-
-    @pytest.mark.exact("train_step", 6)
-    @pytest.mark.parametrize(
-        ("ranks", "options"),
-        [(8, {}), (64, {}), (8, {"checkpoint": True})],
-        ids=["plain-8", "plain-64", "checkpoint-8"],
-    )
-    def test_reduces_every_unit_for_each_micro_batch(self, answer, device, ranks, options):
-        calls = second_step(answer, device, ranks, sync="each", max_norm=1.0, **options)[1]
-        check_reductions(calls, ranks, 3)
 
     @pytest.mark.saves("train_step", "memory")
     def test_holds_shards_of_gradients(self, answer, reference, device):
@@ -120,6 +120,28 @@ class TestPart3TrainStep:
             cause="what is inside the blocks is kept, or all blocks are recomputed at once",
         )
 
+    @pytest.mark.survives("train_step", 7)
+    @pytest.mark.parametrize("bad_rank", [0, 1])
+    @pytest.mark.parametrize("what", [NONE, FEW, *BAD[3:]], ids=lambda what: what.replace(" ", "_"))
+    def test_a_bad_step_on_one_rank_is_refused_by_all(self, answer, world, what, bad_rank):
+        """Who raises alone leaves the others waiting for ever."""
+        world.run(answer, programs.refuses_a_window, {bad_rank: what})
+
+    @pytest.mark.survives("train_step", 7)
+    @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
+    def test_other_numbers_on_two_of_four_ranks_are_refused_by_all(self, answer, world):
+        """2, 1, 3 and 2 micro-batches: the first and the last agree, and the sum is 4 x 2."""
+        world.run(answer, programs.refuses_a_window, {1: FEW, 2: MANY})
+
+    @pytest.mark.survives("train_step", 7)
+    def test_a_step_without_any_micro_batch_is_refused(self, answer, world):
+        """Every rank has as many as the others: none."""
+        world.run(answer, programs.refuses_a_window, {0: NONE, 1: NONE})
+
+    @pytest.mark.survives("train_step", "Raises")
+    def test_refuses_options_that_are_none(self, answer, world):
+        world.run(answer, programs.refuses_arguments)
+
     @pytest.mark.survives("wrap", 6)
     def test_checkpoints_whatever_a_block_takes_and_returns(self, answer, world):
         """Keywords, dicts and tuples; blocks in blocks; inputs that require no gradient."""
@@ -152,25 +174,3 @@ class TestPart3TrainStep:
         """
         cause = "all ranks of the job are counted, not those of the model's mesh"
         hold(answer, world, "meshes of steps", cause=cause)
-
-    @pytest.mark.survives("train_step", 7)
-    @pytest.mark.parametrize("bad_rank", [0, 1])
-    @pytest.mark.parametrize("what", [NONE, FEW, *BAD[3:]], ids=lambda what: what.replace(" ", "_"))
-    def test_a_bad_step_on_one_rank_is_refused_by_all(self, answer, world, what, bad_rank):
-        """Who raises alone leaves the others waiting for ever."""
-        world.run(answer, programs.refuses_a_window, {bad_rank: what})
-
-    @pytest.mark.survives("train_step", 7)
-    @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
-    def test_other_numbers_on_two_of_four_ranks_are_refused_by_all(self, answer, world):
-        """2, 1, 3 and 2 micro-batches: the first and the last agree, and the sum is 4 x 2."""
-        world.run(answer, programs.refuses_a_window, {1: FEW, 2: MANY})
-
-    @pytest.mark.survives("train_step", 7)
-    def test_a_step_without_any_micro_batch_is_refused(self, answer, world):
-        """Every rank has as many as the others: none."""
-        world.run(answer, programs.refuses_a_window, {0: NONE, 1: NONE})
-
-    @pytest.mark.survives("train_step", "Raises")
-    def test_refuses_options_that_are_none(self, answer, world):
-        world.run(answer, programs.refuses_arguments)
