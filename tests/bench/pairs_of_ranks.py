@@ -130,6 +130,21 @@ def _profiler() -> World:
     return measured, known
 
 
+def _mem_tracker() -> World:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    step, known = _measured()
+
+    def measured() -> None:
+        tracker = MemTracker()
+        tracker.track_external(*known)
+        with tracker:
+            step()
+        tracker.get_tracker_snapshot("peak")
+
+    return measured, known
+
+
 RANK = f"rank 0 of {RANKS}, 8 blocks 256 wide"
 WITHIN = partial(simulated_world, RANKS)
 PAIRS_OF_RANKS = [
@@ -149,4 +164,5 @@ PAIRS_OF_RANKS = [
         within=one_rank,
     ),
     Pair("memory_measurement", "torch.profiler", "8 layers 256 wide", _ours_ruler, _profiler),
+    Pair("memory_measurement", "MemTracker", "8 layers 256 wide", _ours_ruler, _mem_tracker),
 ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
@@ -280,6 +280,22 @@ def _true_dynamo() -> ModuleType:
     # It was imported before its package, which has no such name in torch 2.6 then.
     dynamo.config = sys.modules["torch._dynamo.config"]  # type: ignore[attr-defined]
     return dynamo
+
+
+# CUDA
+
+
+@contextmanager
+def allocation_history(device: torch.device) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Yields what gives a snapshot of a GPU's blocks with the lines that made them.
+
+    Public is only a way to write it into a file for a page on the network.
+    """
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+    try:
+        yield lambda: torch.cuda.memory._snapshot(device)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 # Ranks

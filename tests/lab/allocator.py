@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kit.private_torch import DispatchMode
+from kit.private_torch import DispatchMode, allocation_history
 
 HERE = Path(__file__).parent
 
@@ -20,17 +20,13 @@ HERE = Path(__file__).parent
 def lines_that_hold(device: torch.device) -> Iterator[Callable[[], dict[str, int]]]:
     """Record allocations; yields what gives bytes alive for each line of the lab that made them.
 
-    The memory history of torch is private, and nothing public knows the lines. Elsewhere than on
-    cuda there is none.
+    Elsewhere than on cuda there is none.
     """
     if device.type != "cuda":
         yield dict
         return
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
-    try:
-        yield lambda: _alive_by_line(torch.cuda.memory._snapshot(device))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+    with allocation_history(device) as snapshot:
+        yield lambda: _alive_by_line(snapshot())
 
 
 def _alive_by_line(snapshot: dict[str, Any]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import re
 import subprocess
@@ -487,6 +488,23 @@ def canary_tree_flatten():
 
 def canary_tree_map():
     assert private.tree_map(lambda leaf: -leaf, NESTED) == [-1, ({"a": -2}, -3)]
+
+
+def canary_allocation_history():
+    memory = torch.cuda.memory
+    options = inspect.signature(memory._record_memory_history).parameters
+    snapshot = inspect.signature(memory._snapshot).parameters
+    assert {"enabled", "context", "stacks"} <= {*options} or "kwargs" in options
+    assert "device" in snapshot
+    if not torch.cuda.is_available():
+        return  # the rest is seen on a GPU
+    gpu = torch.device("cuda")
+    with private.allocation_history(gpu) as get:
+        tensor = torch.ones(1000, device=gpu)
+        blocks = [block for segment in get()["segments"] for block in segment["blocks"]]
+    alive = [block for block in blocks if block["state"] == "active_allocated"]
+    lines = [frame for block in alive for frame in block.get("frames") or []]
+    assert any(frame["filename"] == __file__ and frame["line"] for frame in lines), tensor.shape
 
 
 def canary_GLOO_ABORTS():

@@ -92,7 +92,11 @@ def uses_of_private_torch(source: str) -> Iterator[str]:
 
 FILES = [
     ROOT / "tests/conftest.py",
-    *(path for folder in ("kit", "desk", "specs") for path in ROOT.glob(f"tests/{folder}/**/*.py")),
+    *(
+        path
+        for folder in ("kit", "desk", "specs", "lab")
+        for path in ROOT.glob(f"tests/{folder}/**/*.py")
+    ),
 ]
 
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from kit.laws.checks import check_close, check_equal
+from kit.memory.account import Account, account
 from kit.ranks.disk import Copies, before_each_write, load_file, no_room, slow
 from kit.ranks.rank import device
 from kit.ranks.shards import weights
-from specs.sharded_checkpoint.models import evaluate, momentum, sharded, small, step, tied
+from kit.ranks.toys import make
+from specs.sharded_checkpoint.models import (
+    adamw,
+    evaluate,
+    momentum,
+    move,
+    sharded,
+    small,
+    step,
+    tied,
+)
 from specs.sharded_checkpoint.ranks import error_of, refuses
 
 
@@ -74,3 +87,19 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> list[tuple[str, l
         answer.save_whole(path, model)
     copies.take("not killed")
     return [(when, sorted(load_file(copy / path.name))) for when, copy in copies.made]
+
+
+def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:
+    """What one call does to this rank's memory; the model has trained with AdamW."""
+    model = sharded(make(256, 6))
+    optimizer = adamw(model.parameters())
+    move(model, optimizer)
+    optimizer.zero_grad()
+
+    def plain() -> None:
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if rank == 0:
+            torch.save(whole, path)
+
+    call = plain if is_plain else functools.partial(answer.save_whole, path, model)
+    return account(call, device(), model=model, optimizer=optimizer)
