@@ -16,6 +16,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -110,7 +111,7 @@ def train_step(
 
     # Outside autocast, the caller's too: backward runs each operation in the dtype that its
     # forward had.
-    with torch.autocast(inputs.device.type, enabled=False):
+    with _outside_autocast(inputs.device.type):
         (loss if scaler is None else scaler.scale(loss)).backward()
     if scaler is not None:
         # Unscale before anything looks at the gradients: scaled ones are 65536 times too long,
@@ -167,6 +168,13 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
         # No gradient is infinite, but the squares are: take the largest out before squaring.
         norm = largest * get_total_norm([gradient / largest for gradient in gradients])
     return norm
+
+
+def _outside_autocast(device: str) -> AbstractContextManager[Any]:
+    # Without an autocast of the caller nothing is entered: checkpointed blocks, which run again in
+    # the backward pass, would leave copies of their weights in it, those of all blocks at once.
+    off = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if off else nullcontext()
 
 
 def _check_step(

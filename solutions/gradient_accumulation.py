@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -260,7 +260,7 @@ def _window_step(
                 loss = loss_fn(model(inputs).float(), targets) * (len(inputs) / samples)
             # Outside autocast, the caller's too. Every micro-batch under the same scale: it may
             # not change before the window's end.
-            with torch.autocast(device, enabled=False):
+            with _outside_autocast(device):
                 (loss if scaler is None else scaler.scale(loss)).backward()
             shares.append(loss.detach().float())
 
@@ -275,6 +275,13 @@ def _window_step(
     finally:
         optimizer.zero_grad()
     return WindowResult(torch.stack(shares).sum(), grad_norm.float(), skipped)
+
+
+def _outside_autocast(device: str) -> AbstractContextManager[Any]:
+    # Without an autocast of the caller nothing is entered: checkpointed blocks, which run again in
+    # the backward pass, would leave copies of their weights in it, those of all blocks at once.
+    off = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if off else nullcontext()
 
 
 def _step(optimizer: Optimizer, scaler: GradScaler | None) -> bool:

@@ -19,6 +19,7 @@ from lab.measure import alternating, books_of, ratio, rehearsed, solution
 from lab.models import has_transformers, next_token, parameters_of, plain_step
 from lab.notebook import Lab, in_part
 from lab.text import source_batches
+from lab.trainer import beside_trainer
 
 ORDER = 7
 TITLE = "Fine-tuning"
@@ -74,11 +75,12 @@ def make(
 
 
 def run(lab: Lab) -> None:
-    """Bytes and losses of the settings, the checks, two ways to checkpoint, and 7B."""
+    """Bytes and losses of the settings, the checks, two ways to checkpoint, Trainer, and 7B."""
     _bytes(lab)
     _losses(lab)
     _checks(lab)
     _checkpoints(lab)
+    beside_trainer(lab)
     _seven(lab)
 
 
