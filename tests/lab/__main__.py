@@ -21,7 +21,7 @@ from rich.table import Table
 from kit.catalog import ROOT, shown
 from kit.memory import gpu
 from lab import experiments, report
-from lab.notebook import Lab, Page, conditions
+from lab.notebook import Lab, NotHere, Page, conditions
 
 
 def all_experiments() -> list[ModuleType]:
@@ -37,7 +37,10 @@ def name_of(experiment: ModuleType) -> str:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command; 0 if all that was wanted has been measured, 2 for a slip of the hand."""
+    """Run the command; 0 if all that was wanted has been measured, 2 for a slip of the hand.
+
+    An experiment that breaks off is told, and the others go on.
+    """
     console = Console(highlight=False)
     options = _parser().parse_args(words)
     known = {name_of(experiment): experiment for experiment in all_experiments()}
@@ -65,7 +68,7 @@ def main(words: list[str] | None = None) -> int:
     console.print(where, soft_wrap=True)  # a path is not cut in two
     if options.open:
         webbrowser.open(path.as_uri())
-    return 0
+    return 0 if all(page.is_whole for page in pages) else 1
 
 
 def _carry_out(
@@ -88,11 +91,26 @@ def _carry_out(
             progress.update(task, description=experiment.TITLE)
             page = Page(name_of(experiment), experiment.TITLE, experiment.QUESTION)
             start = time.perf_counter()
-            experiment.run(Lab(page, folder, device, quick=quick))
-            progress.console.print(f"  {experiment.TITLE}: {time.perf_counter() - start:.0f} s")
+            lab = Lab(page, folder, device, quick=quick)
+            try:
+                experiment.run(lab)
+                ended = f"{time.perf_counter() - start:.0f} s"
+            except NotHere as reason:
+                ended = f"not measured here: {reason}"
+                lab.say(_sentence(ended))
+            except Exception as error:
+                progress.console.print_exception(max_frames=8)
+                ended = f"broke off: {type(error).__name__}: {error}"
+                lab.say(_sentence(ended))
+                page.is_whole = False
+            progress.console.print(f"  {experiment.TITLE}: {ended}")
             progress.advance(task, estimate)
             pages.append(page)
     return pages
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _list(console: Console, known: dict[str, ModuleType], *, quick: bool) -> None:

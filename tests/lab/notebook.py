@@ -86,15 +86,23 @@ VERDICTS = ("holds", "holds in part", "does not hold", "not measured")
 
 @dataclass
 class Page:
-    """One experiment as it was carried out: the report is made of these. Samples took `seconds`."""
+    """One experiment as it was carried out: the report is made of these. Samples took `seconds`.
+
+    `is_whole`: it did not break off.
+    """
 
     name: str
     title: str
     question: str
     seconds: float = 0.0
+    is_whole: bool = True
     blocks: list[Block] = field(default_factory=list)
     claims: list[Measured] = field(default_factory=list)
     samples: dict[str, Any] = field(default_factory=dict)
+
+
+class NotHere(Exception):
+    """What an experiment needs is not here: the words say what."""
 
 
 class Lab:

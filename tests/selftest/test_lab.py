@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from kit.memory.stack import by_kind, stacked
 from lab import __main__ as command
 from lab import draw, measure, report
 from lab.claims import ARTICLES, CLAIMS
-from lab.notebook import Lab, Page, Text, conditions
+from lab.notebook import Lab, NotHere, Page, Text, conditions
 
 CPU = torch.device("cpu")
 EXPERIMENTS = command.all_experiments()
@@ -168,6 +169,28 @@ def test_an_experiment_runs_from_the_command_line_and_measures_its_claims(capsys
     # 32 layers of two linear ones, 1024 wide: weights P, Adam's two averages 2 P
     state = 3 * 4 * 32 * (2 * 4 * 1024 * 1024 + 5 * 1024)
     assert state < peaks["both"] < peaks["checkpointed"] < peaks["AMP"] < peaks["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "want"),
+    [
+        (NotHere("no such GPU"), "Not measured here: no such GPU.", 0),
+        (ValueError("no shape"), "Broke off: ValueError: no shape.", 1),
+    ],
+    ids=["not_here", "broken"],
+)
+def test_one_that_cannot_go_on_takes_no_other_with_it(
+    capsys, monkeypatch, tmp_path, error, words, want
+):
+    trouble, budget = (m for m in EXPERIMENTS if names(m) in ("trouble", "largest_batch"))
+    monkeypatch.setattr(trouble, "run", mock.Mock(side_effect=error))
+    monkeypatch.setattr(budget, "run", lambda lab: lab.say("The other one."))
+    code, out = run(capsys, "trouble", "largest_batch", "--out", str(tmp_path))
+    assert code == want
+    report = (tmp_path / "report.md").read_text()
+    assert words in report
+    assert "The other one." in report
+    assert words[1:-1] in " ".join(out.split())
 
 
 def test_a_budget_refuses_the_step_that_exceeds_it():

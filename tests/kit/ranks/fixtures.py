@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kit.ranks.simulated import why_no_shards
+
 
 @pytest.fixture(autouse=True)
 def fsdp2_runs_here(device: torch.device) -> None:
     """Skips every spec where fully_shard does not run."""
-    if device.type == "cpu" and torch.__version__ < "2.7":  # compared as versions, not as text
-        pytest.skip("fully_shard of torch 2.6 does not run on the cpu")
+    if reason := why_no_shards(device):
+        pytest.skip(reason)

@@ -34,6 +34,14 @@ if TYPE_CHECKING:  # a second of imports, which only those pay who simulate
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def why_no_shards(device: torch.device) -> str:
+    """Why fully_shard does not run there; nothing where it does."""
+    old = torch.__version__ < "2.7"  # compared as versions, not as text
+    return (
+        "fully_shard of torch 2.6 does not run on the cpu" if old and device.type == "cpu" else ""
+    )
+
+
 @contextmanager
 def simulated_world(
     size: int, device: torch.device | str = "cpu", *, rank: int = 0

@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
+from kit.ranks.simulated import why_no_shards
 from lab import draw
 from lab.measure import power
-from lab.notebook import Lab, in_part
+from lab.notebook import Lab, NotHere, in_part
 from lab.shards import TOKENS, WAYS, WIDTH, formula, rehearse
 
 ORDER = 6
@@ -26,6 +29,8 @@ Found = dict[str, dict[int, dict[str, Any]]]  # by way and ranks, what rehearse 
 
 def run(lab: Lab) -> None:
     """Everything is rehearsed on fake tensors: no device has 1,024 ranks."""
+    if reason := why_no_shards(torch.device("cpu")):
+        raise NotHere(reason)
     layers, ranks = (6, (1, 8, AT, 1024)) if lab.quick else (24, tuple(2**n for n in range(11)))
     found: Found = {way: {} for way in WAYS}
     for way in WAYS:
