@@ -123,9 +123,9 @@ def train_step(
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then.
         2. A sample counts once, however many tokens it has.
-        3. An error in loss_fn comes through and no step is made; no unit stays gathered, and later
-           passes are as without this one. (With sync="last" whole gradients stay: nothing public
-           drops them.)
+        3. An error in loss_fn, or in backward through it, comes through and no step is made; no
+           unit stays gathered, no gradient stays, and later passes are as without this one. (With
+           sync="last" whole gradients may: before torch 2.13 nothing public drops them.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
@@ -133,8 +133,11 @@ def train_step(
         7. If any rank has no micro-batch, another number of them than the others, or one that is
            empty or has more inputs than targets or fewer, every rank raises, and names how many it
            has itself.
+        8. Norm and clipping may be torch's own: squares in float32, and max_norm / (grad_norm +
+           1e-6). An infinite or NaN norm is returned and the step is made; what max_norm makes of
+           such gradients is open.
     """
     raise NotImplementedError
 
 
-# untouched stub 212f125ba6a1
+# untouched stub 79d5264630b4

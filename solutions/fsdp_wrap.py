@@ -217,9 +217,9 @@ def train_step(
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then.
         2. A sample counts once, however many tokens it has.
-        3. An error in loss_fn comes through and no step is made; no unit stays gathered, and later
-           passes are as without this one. (With sync="last" whole gradients stay: nothing public
-           drops them.)
+        3. An error in loss_fn, or in backward through it, comes through and no step is made; no
+           unit stays gathered, no gradient stays, and later passes are as without this one. (With
+           sync="last" whole gradients may: before torch 2.13 nothing public drops them.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
@@ -227,6 +227,9 @@ def train_step(
         7. If any rank has no micro-batch, another number of them than the others, or one that is
            empty or has more inputs than targets or fewer, every rank raises, and names how many it
            has itself.
+        8. Norm and clipping may be torch's own: squares in float32, and max_norm / (grad_norm +
+           1e-6). An infinite or NaN norm is returned and the step is made; what max_norm makes of
+           such gradients is open.
     """
     if sync not in ("each", "last"):
         raise ValueError(f"sync must be 'each' or 'last', not {sync!r}")
@@ -243,10 +246,13 @@ def train_step(
     try:
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             model.set_requires_gradient_sync(sync == "each" or number == len(micro_batches))
-            share = loss_fn(model(inputs), targets) * (len(inputs) / samples)
+            share = loss_fn(model(inputs), targets).float() * (len(inputs) / samples)
             # Reductions divide by the ranks, but what counts is the mean over samples.
             (share * mesh.size()).backward()
             shares.append(share.detach())
+    except BaseException:
+        optimizer.zero_grad()  # those of the micro-batches before it
+        raise
     finally:
         model.set_requires_gradient_sync(True)
         _reshard(model)  # what an error has left whole; else there is nothing

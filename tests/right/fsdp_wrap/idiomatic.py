@@ -94,7 +94,7 @@ def _shard(
     model.register_forward_hook(_after_forward)
 
 
-def _run(_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(_forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return recompute(lambda *inputs: _forward(*inputs, **kwargs), *args, use_reentrant=False)
 
 
@@ -163,6 +163,10 @@ def train_step(
             (loss * (sizes[i] * ranks / total_samples)).backward()
             loss_sum += loss.detach() * sizes[i]
             del loss  # and its graph
+    except BaseException:
+        for param in shards:
+            param.grad = None
+        raise
     finally:
         model.set_requires_gradient_sync(True)
         _shards(model)

@@ -104,8 +104,9 @@ class Alone(Play):
 
     def fails(self, number: int, label: str, _: bool) -> None:
         raised = repr(self.case.error("no loss"))
-        self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
+        self.trace[f"what comes out of {label}, where {self.case.fails_in} raises"] = raised
         self.trace[f"gathered after {label}"] = []
+        self.trace[f"parameters with a gradient after {label}"] = []
 
 
 def vector(gradients: Any, parameters: Any) -> Tensor:

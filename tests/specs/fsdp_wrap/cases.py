@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader
-from specs.fsdp_wrap.shapes import detached, inside_and_before
+from specs.fsdp_wrap.shapes import any_names, detached, inside_and_before
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -67,7 +67,8 @@ class Case:
     stray      a forward, and no backward after it
     stale      gradients of 1000 are there
     freeze     the head requires no gradient from now on
-    fails      train_step where loss_fn raises, `error` in the micro-batch number `at` of three
+    fails      train_step where loss_fn raises, `error` in the micro-batch number `at` of three, or
+               backward through it
     """
 
     shape: Callable[[], Shape] = SHAPES["odd sizes"]
@@ -80,8 +81,10 @@ class Case:
     lengths: bool = False  # samples differ in length
     error: type[BaseException] = ArithmeticError
     at: int = 1
+    fails_in: str = "loss_fn"  # or "backward"
     infinite: bool = False  # backward gives head.bias an infinite gradient
     looks: bool = False  # loss_fn calls the model under no_grad
+    loss_dtype: torch.dtype = torch.float32
 
 
 BF16, KEPT, CHECKPOINT = (
@@ -116,7 +119,12 @@ GROUPS: dict[str, dict[str, Case]] = {
     }
     | {"kept": Case(wrap=KEPT | BF16), "checkpoint": Case(DROP, CHECKPOINT | BF16)},
     "one step": {"one step": Case(script=STEP)},
-    "steps": {"three steps": Case(script=STEPS), "Adam": Case(script=STEPS, make_optimizer=adamw)},
+    "steps": {
+        "three steps": Case(script=STEPS),
+        "Adam, a loss in float64": Case(
+            script=STEPS, make_optimizer=adamw, loss_dtype=torch.float64
+        ),
+    },
     "gradients": {
         "old gradients": Case(script=("stale", "stray", "step", "stray", "step")),
         "a part frozen between steps": Case(script=("step", "freeze", "step")),
@@ -141,6 +149,9 @@ GROUPS: dict[str, dict[str, Case]] = {
         "kept, checkpoint": Case(DROP, KEPT | CHECKPOINT, script=STEP, step=CLIP),
     },
     "infinite": {"an infinite gradient": Case(script=STEP, infinite=True, make_optimizer=Still)},
+    "infinite and clipped": {
+        "an infinite gradient": Case(script=STEP, step=CLIP, infinite=True, make_optimizer=Still)
+    },
     "checkpoint": {
         "dropout": Case(DROP, CHECKPOINT, script=STEPS[:2]),
         "kept": Case(DROP, CHECKPOINT | KEPT, script=STEP),
@@ -151,14 +162,17 @@ GROUPS: dict[str, dict[str, Case]] = {
     "checkpointed shapes": {
         name: Case(SHAPES[name], CHECKPOINT, script=STEP)
         for name in ("keywords and tuples", "frozen beginning", "nested", "a block twice")
-    },
+    }
+    | {"keywords of any name": Case(any_names, CHECKPOINT, script=STEP)},
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {
         "in the first micro-batch": Case(script=("step", "fails", "plain", "step")),
         "in the second": Case(script=("plain", "fails", "step", "plain"), at=2),
         "Ctrl-C": Case(script=("fails", "step"), at=2, error=KeyboardInterrupt),
         "kept": Case(wrap=KEPT, script=("stale", "fails", "step", "fails", "plain")),
-        "checkpoint, clipped": Case(DROP, CHECKPOINT, CLIP, script=("fails", "step")),
+        "checkpoint, clipped, in backward": Case(
+            DROP, CHECKPOINT, CLIP, script=("fails", "step"), at=2, fails_in="backward"
+        ),
     },
     "last": {"three steps": Case(script=STEPS, step=LAST)},
     "last with options": {

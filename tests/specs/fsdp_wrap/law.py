@@ -30,10 +30,13 @@ LAWS = ("loss", "gradients", "grad_norm")
 CAUSES = {
     "names": "a wrapper stands between a module and its parameters",
     "dtype of the output": "what the model returns is left in bfloat16, so a loss has 8 bits",
-    "kind of": "a DTensor, a number of Python, or a tensor that keeps its graph is returned",
+    "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, or one in loss_fn's "
+    "dtype is returned",
     "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",
     "forwards": "checkpoint=True is not followed with these options, or blocks run once too often",
     "gathered after": "what the step has gathered for a backward that never comes stays whole",
+    "parameters with": "micro-batches before the error, or passes before the step, have left "
+    "gradients, to which the next pass by hand adds",
     "at the end": "the results of all steps are one buffer, which each step fills anew",
     "steps of": "a step of the optimizer is left out, or is made where loss_fn has raised",
     "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping",

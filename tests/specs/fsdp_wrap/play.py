@@ -49,6 +49,19 @@ class _Backward(torch.autograd.Function):
         return grad, torch.full(ctx.shape, torch.inf, dtype=ctx.dtype, device=grad.device)
 
 
+class _Raises(torch.autograd.Function):
+    """The loss as it is; backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ctx.error
+
+
 class Play:
     """One script, played by whoever trains: an answer on all ranks, or one process."""
 
@@ -121,8 +134,10 @@ class Play:
         """Norms come first where they decide what becomes of the gradients."""
         found = {"loss": loss, "gradients": gradients_of(parameters), "grad_norm": norm}
         clips = "max_norm" in self.case.step
+        if clips and norm is not None and not norm.isfinite():
+            del found["gradients"]  # torch makes zeros of them, or NaN
         for key in ("loss", "grad_norm", "gradients") if clips else found:
-            if found[key] is not None:
+            if found.get(key) is not None:
                 self.trace[f"{key} of {label}"] = found[key]
 
 
@@ -162,7 +177,7 @@ class _Answer(Play):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         if self.case.looks:
             self.look(0)
-        value = mse(output, targets)
+        value = mse(output, targets).to(self.case.loss_dtype)
         return _Backward.apply(value, self.model.head.bias) if self.case.infinite else value
 
     def stale(self, *_: Any) -> None:
@@ -175,18 +190,26 @@ class _Answer(Play):
         def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            if calls == self.case.at:
-                raise self.case.error("no loss")
-            return self.loss(output, targets)
+            value = self.loss(output, targets)
+            if calls != self.case.at:
+                return value
+            error = self.case.error("no loss")
+            if self.case.fails_in == "loss_fn":
+                raise error
+            found: Tensor = _Raises.apply(value, error)
+            return found
 
         raised = "nothing"
         try:
             self.step(number, label, is_pending, loss_fn)
         except self.case.error as error:
             raised = repr(error)
-        self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
+        self.trace[f"what comes out of {label}, where {self.case.fails_in} raises"] = raised
         whole = [n for n, p in self.model.named_parameters() if not hasattr(p, "to_local")]
         self.trace[f"gathered after {label}"] = whole
+        grads = {n: p.grad.to_local() for n, p in self.parameters if p.grad is not None}
+        left = [name for name, grad in grads.items() if grad.any()]
+        self.trace[f"parameters with a gradient after {label}"] = left
 
 
 def _kind(value: Any) -> str:

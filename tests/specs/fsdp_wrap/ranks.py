@@ -24,6 +24,7 @@ def keeps_values(answer: Any, rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("odd sizes", "frozen", "nested"):
             model, kinds = SHAPES[name]()
+            model.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
             want, trained = weights(model), [p.requires_grad for p in model.parameters()]
             answer.wrap(model.to(device()).eval(), mesh(), kinds, momentum, dtype=dtype)
             what = f"of the model {name} after wrap with {dtype}"
@@ -79,6 +80,10 @@ BAD: dict[str, Any] = {
     "more inputs than targets": lambda window: [*window[:-1], (window[-1][0], window[-1][1][1:])],
     "more targets than inputs": lambda window: [(window[0][0][1:], window[0][1]), *window[1:]],
     "an empty one": lambda window: [*window[:-1], (window[-1][0][:0], window[-1][1][:0])],
+    "targets that fit in total": lambda window: [
+        (window[0][0], window[1][1]),
+        (window[1][0], window[0][1]),
+    ],
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
 from kit.ranks.shapes import Outer, Shape
@@ -101,6 +103,24 @@ def detached() -> Shape:
     model = make(blocks=2)
     model.blocks[0].register_forward_hook(lambda module, args, output: output.detach())
     return model, Block
+
+
+class Told(Block):
+    """A block that is told by keywords how much it counts, in shares."""
+
+    def forward(self, x: Tensor, **shares: float) -> Tensor:
+        return super().forward(x) * sum(shares.values())
+
+
+def any_names() -> Shape:
+    """Blocks with keywords that torch's checkpoint has too, or a wrapper of forward may have."""
+    model = make(blocks=2)
+    names = {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "forward", "block"}
+    shares = dict.fromkeys(names, 1 / len(names))
+    model.blocks = nn.ModuleList(Told(WIDTH) for _ in range(2))
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args, __: (args, shares), with_kwargs=True)
+    return model, Told
 
 
 def inside_and_before() -> Shape:

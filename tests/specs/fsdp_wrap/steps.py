@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kit.laws.checks import check, check_bar, check_equal
 from kit.laws.toys import mse
@@ -53,6 +54,27 @@ def second_step(
         step(1)  # the first one makes what stays
         with collectives() as calls:
             return account(step, device, model=model, optimizer=optimizer), calls
+
+
+def left_after_an_error(answer: Any, device: torch.device) -> dict[str, int]:
+    """Bytes on rank 0 of 8 after a train_step whose second loss raises, and a pass by hand."""
+
+    def losses(output: Tensor, targets: Tensor) -> Tensor:
+        if len(targets) == 3:
+            raise ArithmeticError("no loss")
+        return mse(output, targets)
+
+    with simulated_world(8, device) as mesh:
+        model = make(WIDTH, BLOCKS).to(device)
+        optimizer = answer.wrap(model, mesh, Block, Still)
+        window = [(x.to(device), y.to(device)) for x, y in data((4, 3, 5), seed=0)]
+
+        def step() -> None:
+            with contextlib.suppress(ArithmeticError):
+                answer.train_step(model, window, losses, optimizer)
+            mse(model(window[0][0]), window[0][1]).backward()
+
+        return account(step, device, model=model, optimizer=optimizer, known=window).after
 
 
 def check_reductions(calls: list[Collective], ranks: int, times: int) -> None:

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 
-from kit.laws.checks import check_bar
+from kit.laws.checks import check_bar, check_equal
 from kit.ranks.shards import rounded
 from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.steps import check_held, check_reductions, second_step
+from specs.fsdp_wrap.steps import check_held, check_reductions, left_after_an_error, second_step
 
 BAD = [*programs.BAD]
 NONE, FEW, MANY = BAD[:3]
@@ -161,10 +161,26 @@ class TestPart3TrainStep:
 
     @pytest.mark.survives("train_step", 3)
     def test_an_error_in_the_loss_leaves_nothing_behind(self, answer, world):
-        """In any micro-batch, Ctrl-C too, with all gathered too; then a plain step and another."""
+        """In any micro-batch, in backward, Ctrl-C too, with all gathered too; then a plain step and
+        another.
+        """
         cause = "something of the step in which loss_fn has raised is left: synchronisation that "
         cause += "is off, gradients, or gathered parameters; or the error is kept"
         hold(answer, world, "errors", cause=cause)
+
+    @pytest.mark.survives("train_step", 3)
+    def test_an_error_leaves_no_buffer_behind(self, answer, device):
+        """A pass by hand after it ends as any other: nothing is gathered, or in a buffer."""
+        after = left_after_an_error(answer, device)
+        want = {"unsharded": 0, "communication": 0}
+        cause = "FSDP2 has been told that more passes follow, and waits for them with a buffer"
+        check_equal({k: after[k] for k in want}, want, "bytes that are left", cause=cause)
+
+    @pytest.mark.survives("train_step", 8)
+    def test_makes_the_step_whatever_the_norm(self, answer, world):
+        """Its gradients may be zeros or NaN then, as torch makes them of an infinite norm."""
+        cause = "an infinite norm is not returned, or there is no step"
+        hold(answer, world, "infinite and clipped", cause=cause)
 
     @pytest.mark.survives("train_step", 5)
     @pytest.mark.parametrize("world", [2, 4], indirect=True, ids="{}_ranks".format)
