@@ -125,7 +125,7 @@ def train_step(
         2. A sample counts once, however many tokens it has.
         3. An error in loss_fn, or in backward through it, comes through and no step is made; no
            unit stays gathered, no gradient stays, and later passes are as without this one. (With
-           sync="last" whole gradients may: before torch 2.13 nothing public drops them.)
+           sync="last" whole gradients may: before torch 2.15 nothing public drops them.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
@@ -140,4 +140,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 79d5264630b4
+# untouched stub 0b188de21da4
