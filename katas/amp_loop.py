@@ -1,4 +1,4 @@
-"""AMP loop: train in mixed precision without losing a gradient or a byte.
+"""AMP loop: mixed precision without losing a gradient or a byte.
 
     untouched  modes, hooks, training flags and the caller's data stay as they were, after an error
                too; no seed is set
@@ -33,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class Scaler(Protocol):
-    """What train_step needs of a loss scaler."""
+    """What train_step needs of a scaler."""
 
     def scale(self, outputs: Tensor) -> Tensor: ...
     def unscale_(self, optimizer: Optimizer) -> None: ...
@@ -63,7 +63,7 @@ def train_step(
         loss       of the output as float32; returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
-        skipped    whether the scaler has skipped the optimizer's step
+        skipped    whether the scaler skipped the step
         memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
@@ -81,9 +81,11 @@ def train_step(
         on another dtype, scaler, max_norm or batch.
 
     Details:
-        1. A parameter without a gradient in this step is not stepped, whatever it had before.
-        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
-        3. A finite gradient such as 1e30 is no overflow: it has a norm.
+        1. Parameters without a gradient in this step, even all, are not stepped, whatever they had
+           before.
+        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm; its
+           gradient is free.
+        3. Finite gradients such as 1e30 or 1e-25 are no overflow: they have a norm.
         4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; no step is taken or counted, and the
            next call works.
@@ -97,7 +99,7 @@ def train_step(
 class LossScaler:
     """A dynamic loss scaler that behaves as torch.amp.GradScaler.
 
-        scale     multiplies a loss of any dtype in float32, and keeps its graph
+        scale     multiplies a loss in float32 or wider, and keeps its graph
         unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
         step      unscales if that was not done, then steps unless something was found
         update    scale x backoff_factor after an overflow; scale x growth_factor after
@@ -107,20 +109,19 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: the first scale, positive and finite.
+        init_scale: positive and finite in float32.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
 
     Raises:
-        on options out of range.
+        on options or a state out of range.
 
     Details:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
         2. A growth that would leave float32 does not happen.
-        3. A float16 gradient is a ValueError, and nothing is divided: the model was cast. Other
-           dtypes are fine.
+        3. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
         4. A huge but finite gradient is no overflow.
         5. unscale_ takes less extra memory than two gradients.
         6. A parameter without a gradient is left alone.
@@ -137,6 +138,7 @@ class LossScaler:
     ) -> None:
         raise NotImplementedError
 
+
     def get_scale(self) -> float:
         """The scale now."""
         raise NotImplementedError
@@ -150,11 +152,11 @@ class LossScaler:
         raise NotImplementedError
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step, unless gradients have overflowed."""
+        """Step, unless they overflowed."""
         raise NotImplementedError
 
     def update(self) -> None:
-        """Set the scale for the next step."""
+        """Set the next scale."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,14 +182,14 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    """One train_step for each batch, with the same options; results in order.
+    """One train_step a batch, with the same options; results in order.
 
         batches    taken one at a time
         scheduler  advances after each step that was taken
         memory     does not grow with the number of steps
 
     Raises:
-        as train_step.
+        as train_step; options before any batch.
     """
     raise NotImplementedError
 
@@ -199,7 +201,7 @@ def save_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Write what the next step depends on to a file.
+    """Write what the next step needs to a file.
 
         saved   the state of each argument, and torch's random state on every device
         atomic  a save writes its file whole or not at all, and no other
@@ -222,7 +224,8 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; RuntimeError: another model's weights.
+        a scaler or scheduler is only saved or only given; a part refuses its state; RuntimeError:
+        another model's weights.
     """
     raise NotImplementedError
 
@@ -236,7 +239,8 @@ class MasterWeights:
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
                  `optimizer` is what `make_optimizer` made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded. Returns False, and moves nothing, if such a gradient is infinite or NaN
+                 rounded in place. Returns False, and moves nothing, if such a gradient is infinite
+                 or NaN
         memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
@@ -246,7 +250,7 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state with another number of masters.
+        loss_scale that is not positive and finite; a state of other masters or another optimizer.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
@@ -266,7 +270,7 @@ class MasterWeights:
         raise NotImplementedError
 
     def step(self, loss_scale: float = 1.0) -> bool:
-        """Step the masters and round them into the model; whether the step was taken."""
+        """Step, and round; whether the step was taken."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,4 +282,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub eb1059dc6a10
+# untouched stub 7acdf4403cfc

@@ -1,4 +1,4 @@
-"""AMP loop: train in mixed precision without losing a gradient or a byte.
+"""AMP loop: mixed precision without losing a gradient or a byte.
 
     untouched  modes, hooks, training flags and the caller's data stay as they were, after an error
                too; no seed is set
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -39,7 +39,7 @@ class StepResult(NamedTuple):
 
 
 class Scaler(Protocol):
-    """What train_step needs of a loss scaler."""
+    """What train_step needs of a scaler."""
 
     def scale(self, outputs: Tensor) -> Tensor: ...
     def unscale_(self, optimizer: Optimizer) -> None: ...
@@ -69,7 +69,7 @@ def train_step(
         loss       of the output as float32; returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
-        skipped    whether the scaler has skipped the optimizer's step
+        skipped    whether the scaler skipped the step
         memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
@@ -87,14 +87,17 @@ def train_step(
         on another dtype, scaler, max_norm or batch.
 
     Details:
-        1. A parameter without a gradient in this step is not stepped, whatever it had before.
-        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm.
-        3. A finite gradient such as 1e30 is no overflow: it has a norm.
+        1. Parameters without a gradient in this step, even all, are not stepped, whatever they had
+           before.
+        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm; its
+           gradient is free.
+        3. Finite gradients such as 1e30 or 1e-25 are no overflow: they have a norm.
         4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; no step is taken or counted, and the
            next call works.
     """
-    _check_step(batch, scaler, dtype, max_norm)
+    _check_options(scaler, dtype, max_norm)
+    _check_batch(batch)
     inputs, targets = batch
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -103,22 +106,26 @@ def train_step(
     # An autocast of the caller keeps its cache: copies of weights in another dtype, or from before
     # the last step. Without one, leaving ours clears it anyway.
     torch.clear_autocast_cache()
-    with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
-        # float() because a float16 loss times a scale of 65536 is infinite. No name for the output:
-        # it would live through the backward pass.
-        loss = loss_fn(model(inputs).float(), targets)
-    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
+            # float() because a float16 loss times a scale of 65536 is infinite. No name for the
+            # output: it would live through the backward pass.
+            loss = loss_fn(model(inputs).float(), targets)
+    finally:
+        torch.clear_autocast_cache()
 
     # Outside autocast, the caller's too: backward runs each operation in the dtype that its
     # forward had.
     with _outside_autocast(inputs.device.type):
         (loss if scaler is None else scaler.scale(loss)).backward()
+    if all(p.grad is None for p in parameters):
+        scaler = None  # GradScaler raises where there is no gradient to look at
     if scaler is not None:
         # Unscale before anything looks at the gradients: scaled ones are 65536 times too long,
         # and clipping those would leave a step of next to nothing.
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = _total_norm(gradients)
+    grad_norm = _total_norm(gradients, loss.device)
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, grad_norm)
 
@@ -126,10 +133,10 @@ def train_step(
     loss = loss.detach().to(torch.float32, copy=True)
     if scaler is None:
         optimizer.step()
-        return StepResult(loss, grad_norm, skipped=False)
+        return StepResult(loss, grad_norm.float(), skipped=False)
     stepped = _step(scaler, optimizer)
     scaler.update()
-    return StepResult(loss, grad_norm, skipped=not stepped)
+    return StepResult(loss, grad_norm.float(), skipped=not stepped)
 
 
 def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
@@ -160,14 +167,12 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    gradients = [_values(gradient) for gradient in gradients]
-    norm = get_total_norm(gradients)
-    largest = get_total_norm(gradients, math.inf)
-    if norm.isinf() and largest.isfinite():
-        # No gradient is infinite, but the squares are: take the largest out before squaring.
-        norm = largest * get_total_norm([gradient / largest for gradient in gradients])
-    return norm
+def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    # In float64, until it has clipped: the square of 1e30 or 1e-25 is no float32, and a norm of
+    # several 3e38 is none either.
+    norms = [torch.linalg.vector_norm(_values(g), dtype=torch.float64) for g in gradients]
+    norms.append(torch.zeros((), dtype=torch.float64, device=device))  # there may be no gradient
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
 
 
 def _outside_autocast(device: str) -> AbstractContextManager[Any]:
@@ -177,9 +182,7 @@ def _outside_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if off else nullcontext()
 
 
-def _check_step(
-    batch: Batch, scaler: Scaler | None, dtype: torch.dtype, max_norm: float | None
-) -> None:
+def _check_options(scaler: Scaler | None, dtype: torch.dtype, max_norm: float | None) -> None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype}")
     if (scaler is not None) != (dtype == torch.float16):
@@ -187,6 +190,9 @@ def _check_step(
         raise ValueError(f"a scaler is for float16, and only for it: {scaler} with {dtype}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
+
+
+def _check_batch(batch: Batch) -> None:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f"batch must be a pair of tensors, not {type(batch).__name__}")
     shapes = [tuple(part.shape) if isinstance(part, Tensor) else part for part in batch]
@@ -202,7 +208,7 @@ def _check_step(
 class LossScaler:
     """A dynamic loss scaler that behaves as torch.amp.GradScaler.
 
-        scale     multiplies a loss of any dtype in float32, and keeps its graph
+        scale     multiplies a loss in float32 or wider, and keeps its graph
         unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
         step      unscales if that was not done, then steps unless something was found
         update    scale x backoff_factor after an overflow; scale x growth_factor after
@@ -212,20 +218,19 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: the first scale, positive and finite.
+        init_scale: positive and finite in float32.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
 
     Raises:
-        on options out of range.
+        on options or a state out of range.
 
     Details:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
         2. A growth that would leave float32 does not happen.
-        3. A float16 gradient is a ValueError, and nothing is divided: the model was cast. Other
-           dtypes are fine.
+        3. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
         4. A huge but finite gradient is no overflow.
         5. unscale_ takes less extra memory than two gradients.
         6. A parameter without a gradient is left alone.
@@ -240,22 +245,34 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        if not 0 < init_scale < math.inf:
-            raise ValueError(f"init_scale must be positive, not {init_scale}")
+        self._set(init_scale, growth_factor, backoff_factor, growth_interval, 0)
+        # Since the last update, by id of the optimizer: did its gradients overflow, has it stepped.
+        self._overflow: dict[int, bool] = {}
+        self._stepped: set[int] = set()
+
+    def _set(
+        self,
+        scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        good_steps: int,
+    ) -> None:
+        """Check all, then set all."""
+        # Losses are multiplied in float32, where 1e39 is infinite and 1e-50 is 0.
+        if not 0 < torch.tensor(scale, dtype=torch.float32) < math.inf:
+            raise ValueError(f"the scale must be positive and finite in float32, not {scale}")
         if not growth_factor > 1:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
         if not 0 < backoff_factor < 1:
             raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}")
         if not growth_interval >= 1:
             raise ValueError(f"growth_interval must be at least 1, not {growth_interval}")
-        self._scale = init_scale
+        self._scale = scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
-        self._good_steps = 0
-        # Since the last update, by id of the optimizer: did its gradients overflow, has it stepped.
-        self._overflow: dict[int, bool] = {}
-        self._stepped: set[int] = set()
+        self._good_steps = good_steps
 
     def get_scale(self) -> float:
         """The scale now."""
@@ -282,7 +299,7 @@ class LossScaler:
         self._overflow[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step, unless gradients have overflowed."""
+        """Step, unless they overflowed."""
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() was called for this optimizer since the last update()")
         if id(optimizer) not in self._overflow:
@@ -292,7 +309,7 @@ class LossScaler:
         self._stepped.add(id(optimizer))
 
     def update(self) -> None:
-        """Set the scale for the next step."""
+        """Set the next scale."""
         if not self._overflow:
             raise RuntimeError("update() has nothing to go by: unscale_() or step() comes first")
         if any(self._overflow.values()):
@@ -320,11 +337,14 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-        self._scale = state_dict["scale"]
-        self._growth_factor = state_dict["growth_factor"]
-        self._backoff_factor = state_dict["backoff_factor"]
-        self._growth_interval = state_dict["growth_interval"]
-        self._good_steps = state_dict["_growth_tracker"]
+        # Read before any is set: one may be missing, as all are where a GradScaler is switched off.
+        self._set(
+            state_dict["scale"],
+            state_dict["growth_factor"],
+            state_dict["backoff_factor"],
+            state_dict["growth_interval"],
+            state_dict["_growth_tracker"],
+        )
 
 
 # Part 3
@@ -341,15 +361,16 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    """One train_step for each batch, with the same options; results in order.
+    """One train_step a batch, with the same options; results in order.
 
         batches    taken one at a time
         scheduler  advances after each step that was taken
         memory     does not grow with the number of steps
 
     Raises:
-        as train_step.
+        as train_step; options before any batch.
     """
+    _check_options(scaler, dtype, max_norm)
     results = []
     for batch in batches:
         result = train_step(
@@ -369,7 +390,7 @@ def save_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Write what the next step depends on to a file.
+    """Write what the next step needs to a file.
 
         saved   the state of each argument, and torch's random state on every device
         atomic  a save writes its file whole or not at all, and no other
@@ -406,20 +427,29 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; RuntimeError: another model's weights.
+        a scaler or scheduler is only saved or only given; a part refuses its state; RuntimeError:
+        another model's weights.
     """
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, given in (("scaler", scaler), ("scheduler", scheduler)):
         if (state[name] is None) != (given is None):
             raise ValueError(f"the checkpoint has {name} {state[name]}, and {given} was given")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    if scaler is not None:
-        scaler.load_state_dict(state["scaler"])
-    if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
+    every = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
+    parts: dict[str, Any] = {name: part for name, part in every.items() if part is not None}
+    before = {name: part.state_dict() for name, part in parts.items()}
+    # A model writes into its weights, so they are copied: as many bytes as gradients take later.
+    # The others put new objects in the place of the old ones.
+    before["model"] = copy.deepcopy(before["model"])
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except BaseException:
+        # A model loads what fits before it refuses the rest, and the optimizer may refuse after it.
+        for name, part in parts.items():
+            part.load_state_dict(before[name])
+        raise
     torch.set_rng_state(state["random"])  # dropout goes on from the same draw
-    torch.cuda.set_rng_state_all(state["cuda_random"])
+    torch.cuda.set_rng_state_all(state["cuda_random"][: torch.cuda.device_count()])
 
 
 # Part 4
@@ -431,7 +461,8 @@ class MasterWeights:
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
                  `optimizer` is what `make_optimizer` made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded. Returns False, and moves nothing, if such a gradient is infinite or NaN
+                 rounded in place. Returns False, and moves nothing, if such a gradient is infinite
+                 or NaN
         memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
@@ -441,7 +472,7 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state with another number of masters.
+        loss_scale that is not positive and finite; a state of other masters or another optimizer.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
@@ -471,7 +502,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, loss_scale: float = 1.0) -> bool:
-        """Step the masters and round them into the model; whether the step was taken."""
+        """Step, and round; whether the step was taken."""
         if not 0 < loss_scale < math.inf:
             raise ValueError(f"loss_scale must be positive and finite, not {loss_scale}")
         try:
@@ -497,10 +528,13 @@ class MasterWeights:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict`, and round the masters into the model."""
         saved = state_dict["masters"]
-        if len(saved) != len(self.masters):
-            raise ValueError(f"{len(saved)} masters were saved, and there are {len(self.masters)}")
+        shapes = [[tuple(m.shape) for m in masters] for masters in (saved, self.masters)]
+        if shapes[0] != shapes[1]:
+            # Not only how many: copy_ would spread one number over a whole master.
+            raise ValueError(f"{len(saved)} masters of {shapes[0]} for those of {shapes[1]}")
+        # First, as it may refuse too. An optimizer takes the tensors of a state as they are, and
+        # would go on in the saved ones.
+        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))
         for weight, master, value in zip(self._weights, self.masters, saved, strict=True):
             master.copy_(value)
             weight.copy_(master)
-        # An optimizer takes the tensors of a state as they are, and would go on in the saved ones.
-        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))

@@ -127,13 +127,17 @@ def train_step(
         torch.clear_autocast_cache()  # the caller's: it outlives the weights
         with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
             loss = loss_fn(model(inputs).float(), targets).float()
-        torch.clear_autocast_cache()
         with torch.autocast(kind, enabled=False):
             (loss if scaler is None else scaler.scale(loss)).backward()
     finally:
+        torch.clear_autocast_cache()  # and ours, after an error too
         for param, grad in others:
             param.grad = grad
 
+    if all(param.grad is None for param in params):
+        # Nothing to look at, nothing to step: the scaler is not asked, as it would refuse.
+        optimizer.step()
+        return StepResult(loss.detach().reshape(()).clone(), loss.new_zeros(()), False)
     if scaler is not None:
         scaler.unscale_(optimizer)
     grads = [p.grad for p in params if p.grad is not None]
@@ -185,24 +189,27 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        scale = torch.tensor(float(init_scale), dtype=torch.float32)
-        if not (scale > 0 and scale.isfinite()):
-            raise ValueError(f"init_scale must be a positive float32, not {init_scale!r}")
-        if not growth_factor > 1:
-            raise ValueError(f"growth_factor must be above 1, not {growth_factor!r}")
-        if not 0 < backoff_factor < 1:
-            raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor!r}")
-        if not growth_interval >= 1:
-            raise ValueError(f"growth_interval must be at least 1, not {growth_interval!r}")
-        # Tensors of the state are replaced, never written to: a graph may have saved the scale.
-        self._scale = scale
-        self._good_steps = 0
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
+        self._start(init_scale, growth_factor, backoff_factor, growth_interval, 0)
         # Since the last update: where each optimizer stands, and whether it saw an overflow.
         self._stages: dict[Optimizer, _Stage] = {}
         self._overflow: dict[Optimizer, bool] = {}
+
+    def _start(
+        self, first: float, growth: float, backoff: float, interval: int, good_steps: int
+    ) -> None:
+        scale = torch.tensor(float(first), dtype=torch.float32)
+        if not (scale > 0 and scale.isfinite()):
+            raise ValueError(f"the scale must be a positive float32, not {first!r}")
+        if not growth > 1:
+            raise ValueError(f"growth_factor must be above 1, not {growth!r}")
+        if not 0 < backoff < 1:
+            raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff!r}")
+        if not interval >= 1:
+            raise ValueError(f"growth_interval must be at least 1, not {interval!r}")
+        # Tensors of the state are replaced, never written to: a graph may have saved the scale.
+        self._scale, self._good_steps = scale, good_steps
+        self._growth_factor, self._backoff_factor = growth, backoff
+        self._growth_interval = interval
 
     def get_scale(self) -> float:
         return self._scale.item()
@@ -270,10 +277,7 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-        scale, growth, backoff, interval, tracker = (state_dict[name] for name in names)
-        self._scale = torch.tensor(float(scale), dtype=torch.float32)
-        self._growth_factor, self._backoff_factor = growth, backoff
-        self._growth_interval, self._good_steps = interval, int(tracker)
+        self._start(*(state_dict[name] for name in names))
         self._stages.clear()
         self._overflow.clear()
 
@@ -380,14 +384,19 @@ def load_checkpoint(
             raise ValueError(f"a {name} was saved in {os.fspath(path)!r}, and none is given")
         if state[name] is None and given is not None:
             raise ValueError(f"a {name} is given, and none was saved in {os.fspath(path)!r}")
-    model.load_state_dict(state["model"])
+    given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
+    loaded: list[tuple[Any, Any]] = []  # and what each had before
+    try:
+        for name, part in given.items():
+            if part is not None:
+                loaded.append((part, copy.deepcopy(part.state_dict())))
+                part.load_state_dict(state[name])
+    except BaseException:
+        for part, before in reversed(loaded):
+            part.load_state_dict(before)
+        raise
     with torch.no_grad():
         _restore_hidden_state(model, state["hidden"])
-    optimizer.load_state_dict(state["optimizer"])
-    if scaler is not None:
-        scaler.load_state_dict(state["scaler"])
-    if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
     # The random state last, so that nothing above has drawn from it.
     random.setstate(state["random"]["python"])
     torch.set_rng_state(state["random"]["torch"])

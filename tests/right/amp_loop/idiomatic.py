@@ -40,9 +40,7 @@ class Scaler(Protocol):
 # Part 1
 
 
-def _check_step(
-    batch: object, scaler: Scaler | None, dtype: object, max_norm: float | None
-) -> None:
+def _check_options(scaler: Scaler | None, dtype: object, max_norm: float | None) -> None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be torch.float32, bfloat16 or float16, not {dtype}")
     if dtype == torch.float16 and scaler is None:
@@ -51,6 +49,9 @@ def _check_step(
         raise ValueError(f"a scaler is for torch.float16, not for {dtype}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
+
+
+def _check_batch(batch: object) -> None:
     if not isinstance(batch, (tuple, list)):
         raise ValueError(f"batch must be a pair of tensors, not {type(batch).__name__}")
     if len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
@@ -95,16 +96,20 @@ def train_step(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> StepResult:
-    _check_step(batch, scaler, dtype, max_norm)
+    _check_options(scaler, dtype, max_norm)
+    _check_batch(batch)
     inputs, targets = batch
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     optimizer.zero_grad(set_to_none=True)
 
     amp = dtype != torch.float32
-    torch.clear_autocast_cache()  # the caller's: it outlives the weights
-    with torch.autocast(inputs.device.type, dtype=dtype if amp else None, enabled=amp):
+    with contextlib.ExitStack() as stack:
+        torch.clear_autocast_cache()  # the caller's: it outlives the weights
+        stack.callback(torch.clear_autocast_cache)
+        stack.enter_context(
+            torch.autocast(inputs.device.type, dtype=dtype if amp else None, enabled=amp)
+        )
         loss = loss_fn(model(inputs).float(), targets)
-    torch.clear_autocast_cache()
     loss = loss.float()
     true_loss = loss.detach().clone()
 
@@ -120,7 +125,8 @@ def train_step(
     finally:
         for p, grad in others:
             p.grad = grad
-    if scaler is not None:
+    with_grads = any(p.grad is not None for p in params)
+    if scaler is not None and with_grads:
         scaler.unscale_(optimizer)
 
     grads = _grad_values(params)
@@ -133,7 +139,7 @@ def train_step(
             factor *= 2.0**64
         torch._foreach_mul_(grads, factor)
 
-    if scaler is None:
+    if scaler is None or not with_grads:  # a scaler refuses a step of nothing
         optimizer.step()
         return StepResult(true_loss, norm.float(), False)
     overflows: list[bool] = []  # one for each step; a fused optimizer steps over its own
@@ -156,6 +162,17 @@ def _float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
+def _check_scaler(scale: float, growth: float, backoff: float, interval: int) -> None:
+    if not 0.0 < _float32(scale) < math.inf:
+        raise ValueError(f"the scale must be positive and finite in float32, not {scale}")
+    if not growth > 1.0:
+        raise ValueError(f"growth_factor must be above 1, not {growth}")
+    if not 0.0 < backoff < 1.0:
+        raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff}")
+    if not interval >= 1:
+        raise ValueError(f"growth_interval must be at least 1, not {interval}")
+
+
 class _Seen:
     """An optimizer since the last update."""
 
@@ -176,14 +193,7 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        if not 0.0 < init_scale < math.inf:
-            raise ValueError(f"init_scale must be positive and finite, not {init_scale}")
-        if not growth_factor > 1.0:
-            raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
-        if not 0.0 < backoff_factor < 1.0:
-            raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}")
-        if not growth_interval >= 1:
-            raise ValueError(f"growth_interval must be at least 1, not {growth_interval}")
+        _check_scaler(init_scale, growth_factor, backoff_factor, growth_interval)
         self._scale = _float32(init_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -255,19 +265,15 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        (
-            self._scale,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._growth_tracker,
-        ) = (
-            _float32(state_dict["scale"]),
-            state_dict["growth_factor"],
-            state_dict["backoff_factor"],
-            state_dict["growth_interval"],
-            state_dict["_growth_tracker"],
-        )
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        missing = [name for name in names if name not in state_dict]
+        if missing:
+            raise ValueError(f"the state lacks {missing}")
+        scale, growth, backoff, interval, tracker = (state_dict[name] for name in names)
+        _check_scaler(scale, growth, backoff, interval)
+        self._scale = _float32(scale)
+        self._growth_factor, self._backoff_factor = growth, backoff
+        self._growth_interval, self._growth_tracker = interval, tracker
 
 
 # Part 3
@@ -284,6 +290,7 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
+    _check_options(scaler, dtype, max_norm)
     results = []
     for batch in batches:
         result = train_step(
@@ -342,6 +349,16 @@ def load_checkpoint(
         if checkpoint[name] is None and given is not None:
             raise ValueError(f"a {name} is given and none was saved")
 
+    # All that may refuse comes first: the scaler on trial, the model by its shapes, the optimizer.
+    if scaler is not None:
+        copy.deepcopy(scaler).load_state_dict(checkpoint["scaler"])
+    saved, mine = (
+        {name: getattr(value, "shape", None) for name, value in state.items()}
+        for state in (checkpoint["model"], model.state_dict())
+    )
+    if saved != mine:
+        raise RuntimeError(f"another model's weights were saved: {saved.items() ^ mine.items()}")
+    optimizer.load_state_dict(checkpoint["optimizer"])
     model.load_state_dict(checkpoint["model"])
     buffers = dict(model.named_buffers())
     with torch.no_grad():
@@ -349,7 +366,6 @@ def load_checkpoint(
             buffers[name].copy_(value)
     for name, module in model.named_modules():
         module.training = checkpoint["training"][name]
-    optimizer.load_state_dict(checkpoint["optimizer"])
     if scaler is not None:
         scaler.load_state_dict(checkpoint["scaler"])
     if scheduler is not None:

@@ -2,6 +2,7 @@
 
 import math
 from collections import namedtuple
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -10,8 +11,8 @@ from kit.laws import draw
 from kit.laws.again import retried
 from kit.laws.compare import NEAR
 from kit.laws.law import Law
-from kit.laws.trace import Probe, World
-from kit.laws.twists import bad_batches, option, put, refused
+from kit.laws.trace import Planted, Probe, World
+from kit.laws.twists import bad_batches, fails, inside_autocast, option, put, refused, unused
 
 
 def one_step():
@@ -41,23 +42,28 @@ def train_step(w):
     for p in held:
         p.grad = None
     torch.clear_autocast_cache()
-    with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
-        loss = w.loss_fn(w.model(w.batch[0]).float(), w.batch[1])
-    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
+            loss = w.loss_fn(w.model(w.batch[0]).float(), w.batch[1])
+    finally:
+        torch.clear_autocast_cache()
     with torch.autocast(w.device.type, enabled=False):
         (scaler.scale(loss) if scaler else loss).backward()
+    if all(p.grad is None for p in held):
+        w.optimizer.step()
+        return Step(loss.detach().float().clone(), torch.zeros((), device=w.device), False)
     if scaler:
         scaler.unscale_(w.optimizer)
     gradients = [p.grad for p in held if p.grad is not None]
-    # In float64 no square of a float32 overflows.
-    norm = torch.stack([g.to_dense().double().norm() for g in gradients]).norm().float()
+    # In float64 no square of a float32 overflows, and no sum of them.
+    norm = torch.stack([g.to_dense().double().norm() for g in gradients]).norm()
     max_norm = w.options.get("max_norm")
     if max_norm is not None and norm > max_norm:
         for g in gradients:
             g.mul_(max_norm / norm)
     if not scaler:
         w.optimizer.step()
-        return Step(loss.detach().float().clone(), norm, False)
+        return Step(loss.detach().float().clone(), norm.float(), False)
     state, taken = scaler.state_dict(), []
     # A fused optimizer is called after an overflow too, and skips by itself.
     note = lambda optimizer, *_: taken.append(not getattr(optimizer, "found_inf", False))  # noqa: E731
@@ -71,11 +77,13 @@ def train_step(w):
     finally:
         hook.remove()
     scaler.update()
-    return Step(loss.detach().float().clone(), norm, True not in taken)
+    return Step(loss.detach().float().clone(), norm.float(), True not in taken)
 
 
 def train(w):
     """A step for each batch; the schedule follows the steps that were taken."""
+    if w.refused_at == 0:
+        raise ValueError("the contract refuses these options")
     results = []
     for batch in taken_from(w):
         w.batch = batch
@@ -110,6 +118,9 @@ FREE = (
     ("loss calls", lambda want, w: want["outcome"] != "returns"),
     ("passes|buffers|random", lambda want, w: "Planted" in want["outcome"]),
     ("grad_norm", lambda want, w: "norm beyond float32" in w.tags),
+    # A step of nothing may be left out, and nothing lies on no device.
+    ("optimizer steps|gradients at|rate", lambda want, w: "no gradient" in w.tags),
+    ("grad_norm", lambda want, w: "no gradient" in w.tags and w.device.type != "cpu"),
     (
         "gradients at|weights|optimizer state",
         lambda want, w: "not finite" in w.tags and not w.scaler and "max_norm" in w.options,
@@ -143,6 +154,38 @@ STEP = Law(
 RUN = Law(
     "amp_loop", "train", call_train, train, many_steps, FREE, {"loss calls": "batches"} | CLAUSES
 )
+
+
+def no_gradient(w):
+    """What the optimizer holds gets no gradient, as a generator while its critic is trained."""
+    unused(w)
+    w.foreign, w.tags = tuple(dict(w.model.named_parameters())), {*w.tags, "no gradient"}
+
+
+def loss_fails_inside_autocast(w):
+    """The loss fails each time; the caller, inside bfloat16, takes other weights and goes on."""
+    inside_autocast(torch.bfloat16)(w)
+    inside = w.outer
+
+    @contextmanager
+    def outer():
+        with inside():
+            yield
+            with torch.no_grad():
+                for p in w.model.parameters():
+                    p.mul_(0.5)
+
+    w.outer, w.loss = outer, broken_loss
+
+
+def broken_loss(out, y):
+    raise Planted("planted")
+
+
+def early_refusals():
+    """Options that do not fit are refused before a batch is asked for."""
+    yield "float64, and no batches", *refused(put(dtype=torch.float64), put(batches=[]))
+    yield "float64, and no batch can be read", *refused(put(dtype=torch.float64), fails("batch"))
 
 
 def refusals(at=0):

@@ -9,13 +9,14 @@ from torch import nn
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
+from kit.laws.checks import check_close
 from kit.laws.precisions import DTYPES, HALVES, PRECISIONS, scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
 from kit.laws.trace import PlantedInterrupt
 from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import STEP, refusals
+from specs.amp_loop.laws import STEP, loss_fails_inside_autocast, no_gradient, refusals
 
 in_each_precision, half, adam = STEP.spec(*PRECISIONS), option(max_norm=0.5), put(adam={"lr": 0.01})
 
@@ -181,6 +182,8 @@ class TestPart1TrainStep:
         yield "a parameter without a gradient", twists.unused
         yield "a parameter without a gradient, clipped", twists.unused, half
         yield "frozen, with an old gradient", twists.stale, twists.frozen
+        yield "no gradient at all", no_gradient
+        yield "no gradient at all, clipped", no_gradient, half
 
     @pytest.mark.survives("train_step", 2)
     @in_each_precision
@@ -193,8 +196,20 @@ class TestPart1TrainStep:
     def test_a_huge_but_finite_gradient_is_no_overflow(self):
         """The square of 1e30 is not a float32."""
         yield "a gradient of 1e30", huge(1e30)
-        clipped = option(max_norm=3.0), put(sgd={"lr": 0.5})
+        clipped = option(max_norm=3.0), put(sgd={"lr": 0.5}), twists.scaled(init_scale=1.0)
         yield "a gradient of 1e30, clipped", huge(1e30), *clipped
+        yield "gradients of 3e38, whose norm is not finite, clipped", huge(3e38), *clipped
+
+    @pytest.mark.survives("train_step", 3)
+    @pytest.mark.parametrize("size", [1e-25, 1e30])
+    def test_a_norm_has_the_range_of_float32(self, answer, device, size):
+        """Four gradients of 1e-25 have a norm of 2e-25; the square of each is 0 in float32."""
+        model, batch = nn.Linear(4, 1, bias=False, device=device), (torch.ones(1, 4), torch.ones(1))
+        batch, loss = [x.to(device) for x in batch], lambda out, y: out.sum() * size
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        result = answer.train_step(model, batch, loss, optimizer, dtype=torch.float32)
+        cause = "squares or their sum leave float32: take the largest out, or use float64"
+        check_close(result.grad_norm, 2 * size, "grad_norm", atol=0, cause=cause)
 
     @pytest.mark.survives("train_step", 4)
     @in_each_precision
@@ -203,6 +218,7 @@ class TestPart1TrainStep:
         yield "inside float16", twists.inside_autocast(torch.float16)
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
         yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
+        yield "inside bfloat16, where the loss fails", loss_fails_inside_autocast
 
     @pytest.mark.survives("train_step", "untouched")
     @in_each_precision

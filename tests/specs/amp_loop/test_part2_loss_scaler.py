@@ -20,6 +20,12 @@ from kit.laws.snapshot import Snapshot
 from kit.memory.ruler import measure
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
+OUT_OF_RANGE = {
+    "init_scale": (0.0, -4.0, inf, nan, 1e39, 1e-50),  # the last two in float32 alone
+    "growth_factor": (1.0, 0.5, nan),
+    "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
+    "growth_interval": (0, -1, nan),
+}
 SIZES = (7, 4, 5, 0)  # of an optimizer's parameters, in two groups
 
 
@@ -266,12 +272,26 @@ class TestPart2LossScaler:
 
     @pytest.mark.survives("LossScaler", "Raises")
     def test_refuses_options_out_of_range(self, answer):
-        for option, values in {
-            "init_scale": (0.0, -4.0, float("inf"), nan),
-            "growth_factor": (1.0, 0.5, nan),
-            "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
-            "growth_interval": (0, -1, nan),
-        }.items():
+        for option, values in OUT_OF_RANGE.items():
             for value in values:
                 call, when = partial(answer.LossScaler, **{option: value}), f"for {option}={value}"
                 check_raises(call, ValueError, mentions=[value], when=when)
+
+    @pytest.mark.survives("LossScaler", "Raises")
+    def test_a_refused_state_changes_nothing(self, answer):
+        """One number out of range, or missing; all are for a GradScaler that is switched off."""
+        scaler, other = answer.LossScaler(**GROWING), answer.LossScaler(4.0, 3.0, 0.25, 7)
+        before, state = scaler.state_dict(), other.state_dict()
+        states = [
+            (f"with {key}={value}", state | {key.removeprefix("init_"): value}, ValueError)
+            for key, values in OUT_OF_RANGE.items()
+            for value in values
+        ]
+        without = [(f"without {k}", {n: v for n, v in state.items() if n != k}) for k in state]
+        errors = ValueError, KeyError, RuntimeError
+        for what, bad, error in [*states, *((*row, errors) for row in [*without, ("of {}", {})])]:
+            check_raises(partial(scaler.load_state_dict, bad), error, when=f"for a state {what}")
+            cause = "numbers are set one by one, before the last is there and in range"
+            check_equal(
+                scaler.state_dict(), before, f"the scaler, refused a state {what}", cause=cause
+            )

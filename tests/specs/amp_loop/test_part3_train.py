@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.amp import GradScaler
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
@@ -13,19 +14,37 @@ from kit.laws.checks import check, check_close, check_equal, check_raises
 from kit.laws.failures import FAILURES, failing, renamed
 from kit.laws.precisions import scaler_for
 from kit.laws.toys import Block, mlp, mse, text_batches
-from kit.laws.trace import PlantedInterrupt, PlantedStop, World
+from kit.laws.trace import PlantedInterrupt, PlantedStop, World, kept
 from kit.laws.twists import fails, gradient, option, put
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import RUN, refusals, train
+from specs.amp_loop.laws import RUN, early_refusals, refusals, train
 
 # A file's name may have any suffix, or none: one for each step after which a run stops.
 NAMES = ["run.pt", "run.tmp", "run", "run.pt.partial", "run.pt.tmp", ".run"]
 
 
+class Opening(nn.Module):
+    """Lets more through with each run; it counts them in a number, its extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return x * (1 - 0.5**self.runs)
+
+    def get_extra_state(self):
+        return self.runs
+
+    def set_extra_state(self, state):
+        self.runs = state
+
+
 def run(precision, device):
     """A run with all that training carries along: dropout, batch norm, Adam, scale and schedule."""
     draw.seed(11)
-    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Tanh(), nn.Linear(9, 2)
+    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), Opening(), nn.Linear(9, 2)
     batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
     world = World(nn.Sequential(*layers), batches, adam={"lr": 0.02})
     twists.in_precision(precision[:4])(world)
@@ -44,11 +63,49 @@ def go_on(world, first, last=None):
     every, world.batches = world.batches, world.batches[first:last]
     losses = [result.loss.item() for result in train(world)]
     world.batches = every
-    return {**world.now(), "schedule": world.scheduler.state_dict(), "losses": losses}
+    return {**state_of(world), "losses": losses}
+
+
+def state_of(w):
+    """All that a load may change."""
+    schedule = w.scheduler.state_dict() if w.scheduler else None
+    return {**w.now(), "model": kept(w.model.state_dict()), "schedule": schedule}
 
 
 def parts(w):
     return w.model, w.optimizer, w.grad_scaler, w.scheduler
+
+
+def model_of(*added, layers=5):
+    """So many layers of the model, then others."""
+
+    def twist(w):
+        w.model = nn.Sequential(*w.model[:layers], *added).to(w.device)
+        w.leaves = dict(w.model.named_parameters())
+
+    return twist
+
+
+def optimizer_of(*sizes):
+    """A group for each so many parameters."""
+
+    def twist(w):
+        left = iter(w.leaves.values())
+        groups = [{"params": [next(left) for _ in range(size)]} for size in sizes]
+        w.optimizer = torch.optim.Adam(groups, lr=0.5)
+
+    return twist
+
+
+# What a checkpoint of five layers, one group of six parameters and a scaler switched off meets.
+OTHERS = {
+    "a layer less": model_of(layers=4),
+    "a layer more": model_of(nn.Linear(2, 2)),
+    "a wider last layer": model_of(nn.Linear(9, 3), layers=4),
+    "two groups of parameters": optimizer_of(2, 4),
+    "five parameters": optimizer_of(5),
+    "a scaler switched on": lambda w: vars(w).update(grad_scaler=GradScaler(w.device.type)),
+}
 
 
 class TestPart3Train:
@@ -138,6 +195,7 @@ class TestPart3Train:
     def test_refuses_what_train_step_refuses(self):
         """The three batches before a bad one count."""
         yield from refusals(at=3)
+        yield from early_refusals()
 
     @pytest.mark.survives("train", "untouched")
     @RUN.spec("fp32", "fp16")
@@ -189,15 +247,24 @@ class TestPart3Train:
         check_equal(found, [b"mine" for _ in others], "other files after a save", cause=cause)
 
     @pytest.mark.survives("load_checkpoint", "Raises")
-    @pytest.mark.parametrize("layers", [4, 6])
-    def test_refuses_to_load_into_another_model(self, answer, device, tmp_path, layers):
-        """What is not loaded would stay random, and training would go on without a word."""
-        saved, world = run("fp32", device), run("fp32", device)
+    @pytest.mark.parametrize("other", OTHERS)
+    def test_refuses_to_load_into_another_run(self, answer, device, tmp_path, other):
+        """A part of it stayed as it was and training went on without a word, or half of it moved.
+
+        Whichever part refuses: what others have loaded before is put back, or was not loaded yet.
+        """
+        saved, world = run("fp16_unscaled", device), run("fp16_unscaled", device)
+        go_on(saved, 0, 3)
         answer.save_checkpoint(path := tmp_path / "run.pt", *parts(saved))
-        world.model = nn.Sequential(*[*world.model, nn.Linear(2, 2)][:layers])
+        go_on(world, 0, 1)
+        OTHERS[other](world)
+        before = state_of(world)
         load = lambda: answer.load_checkpoint(path, *parts(world))  # noqa: E731
-        errors = RuntimeError, ValueError
-        check_raises(load, errors, when=f"for {layers} layers, not 5", cause="strict=False")
+        errors, when = (RuntimeError, ValueError), f"where the run has {other}"
+        check_raises(load, errors, when=when, cause="it is not checked, or strict=False")
+        cause = "one part is loaded, whole or half, before another refuses"
+        what = f"the run with {other} after the refused load"
+        check_equal(state_of(world), before, what, cause=cause)
 
     @pytest.mark.survives("load_checkpoint", "Raises")
     @pytest.mark.parametrize("part", ["scaler", "scheduler"])
@@ -208,8 +275,9 @@ class TestPart3Train:
         setattr(worlds[saved], {"scaler": "grad_scaler"}.get(part, part), None)
         answer.save_checkpoint(path := tmp_path / "run.pt", *parts(worlds[0]))
         draw.seed(99)
-        before, when = worlds[1].now(), f"for a checkpoint {'with' if saved else 'without'} {part}"
+        before = state_of(worlds[1])
+        when = f"for a checkpoint {'with' if saved else 'without'} {part}"
         load = lambda: answer.load_checkpoint(path, *parts(worlds[1]))  # noqa: E731
         check_raises(load, ValueError, mentions=[part], when=when)
         cause = "parts are loaded while others are still to be checked"
-        check_equal(worlds[1].now(), before, "the run after the refused load", cause=cause)
+        check_equal(state_of(worlds[1]), before, "the run after the refused load", cause=cause)

@@ -41,6 +41,13 @@ def tangled():
     return nn.Sequential(*layers)
 
 
+def hollow():
+    """A weight without elements, as the share of a rank may be."""
+    made = layer()
+    made.empty = nn.Parameter(torch.empty(0, 5, dtype=torch.bfloat16))
+    return made
+
+
 def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -75,6 +82,7 @@ class Side:
 
     def __init__(self, make, build, optimizer):
         self.model, self.saved = build(), None
+        self.first = [p.detach() for p in trainable(self.model)]
         self.make = partial(make, self.model, optimizer)
         self.trainer = self.make()
 
@@ -88,6 +96,11 @@ class Side:
         if bad is not None:
             p.grad.view(-1)[-1] = bad
 
+    def views(self):
+        """The weights as who has them from before sees them: a flat buffer, a CUDA graph."""
+        plain = isinstance(self.trainer, Twin)
+        return kept(trainable(self.model) if plain else self.first)
+
     def fail(self):
         fails_once(self.optimizer)
 
@@ -100,7 +113,7 @@ class Side:
             file.seek(0)
             self.saved = torch.load(file, weights_only=True)
             for weight in trainable(self.model):
-                weight.data = weight.data * 2
+                weight.data.mul_(2)
             self.trainer = self.make()
             self.load_state_dict(self.saved)
 
@@ -131,11 +144,12 @@ def agrees(answer, device, name, script, optimizer=SGD, build=layer):
 
 class TestPart4MasterWeights:
     @pytest.mark.works("MasterWeights", "step")
-    @agrees("masters are rounded on the way, or not rounded into the model")
+    @agrees("masters are rounded on the way, or not rounded into the very weights of the model")
     def test_learns_from_updates_too_small_for_sixteen_bits(self):
         """40 updates of 2**-13 on weights from 1 on: each alone is rounded away, together 0.005."""
         for dtype in (torch.bfloat16, torch.float16):
             yield str(dtype), "; ".join(["backward(); step()"] * 40), SMALL, partial(layer, dtype)
+        yield "views of the weights", "backward(); step(); views(); reload(); views()"
 
     @pytest.mark.exact("MasterWeights", "step")
     @agrees("compare with float32 training: widen, divide, look, step, round, drop gradients")
@@ -196,10 +210,12 @@ class TestPart4MasterWeights:
             yield f"scale {scale}", script, ADAM, partial(layer, torch.float16)
 
     @pytest.mark.survives("MasterWeights", 2)
-    @agrees("frozen parameters need no master, and a tied one needs one")
+    @agrees("frozen parameters need no master, a tied one needs one, an empty one has no maximum")
     def test_trains_a_model_with_frozen_and_tied_parameters(self):
         for call in ("zero_grad()", "reload()"):
-            yield call, f"backward(); step(); {call}; backward(3e4); step(8.0)", SGD, tangled
+            for build in (tangled, hollow):
+                script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
+                yield f"{build.__name__}, {call}", script, SGD, build
 
     @pytest.mark.survives("MasterWeights", 3)
     @agrees("an earlier gradient, or zeros, step a parameter without one, or stay after the step")
@@ -246,13 +262,18 @@ class TestPart4MasterWeights:
             check_raises(call, ValueError, mentions=words, when=when)
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    def test_refuses_a_state_with_another_number_of_masters(self, answer):
+    def test_refuses_a_state_of_other_masters_or_another_optimizer(self, answer):
+        """A number or a row would be spread over a whole master by copy_."""
         side, other = (Side(answer.MasterWeights, layer, SGD) for _ in range(2))
-        play(other, "optimizer.param_groups[0].update(lr=0.5)")
+        play(other, "backward(); step(); optimizer.param_groups[0].update(lr=0.5)")
         before, saved = side.seen(), kept(other.state_dict())
-        for count in (1, 4):
-            zeros = [torch.zeros(3, 5)] * count
-            call = partial(side.load_state_dict, saved | {"masters": zeros})
-            check_raises(call, ValueError, mentions=[count], when=f"for {count} masters, not 2")
-            cause = "the masters are checked too late, or by zip(strict=True) on the way"
-            check_equal(side.seen(), before, "the trainer", cause=cause)
+        groups = kept(Side(answer.MasterWeights, layer, GROUPS).state_dict())["optimizer"]
+        for shapes in ([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(3, 5), (4,)], [(5,), (3,)], None):
+            bad = {"masters": [torch.zeros(shape) for shape in shapes]} if shapes else {}
+            state = saved | (bad or {"optimizer": groups})
+            what = f"masters of {shapes}, not (3, 5) and (3,)" if shapes else "two groups, not one"
+            count = [len(shapes)] if shapes and len(shapes) != 2 else []
+            call = partial(side.load_state_dict, state)
+            check_raises(call, ValueError, mentions=count, when=f"for {what}")
+            cause = "masters or optimizer are checked too late, or by zip(strict=True) on the way"
+            check_equal(side.seen(), before, f"the trainer, refused a state of {what}", cause=cause)
