@@ -172,7 +172,8 @@ def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     # several 3e38 is none either.
     norms = [torch.linalg.vector_norm(_values(g), dtype=torch.float64) for g in gradients]
     norms.append(torch.zeros((), dtype=torch.float64, device=device))  # there may be no gradient
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    return total
 
 
 def _outside_autocast(device: str) -> AbstractContextManager[Any]:
