@@ -198,7 +198,6 @@ class TestPart1TrainStep:
         yield "a gradient of 1e30", huge(1e30)
         clipped = option(max_norm=3.0), put(sgd={"lr": 0.5}), twists.scaled(init_scale=1.0)
         yield "a gradient of 1e30, clipped", huge(1e30), *clipped
-        yield "gradients of 3e38, whose norm is not finite, clipped", huge(3e38), *clipped
 
     @pytest.mark.survives("train_step", 3)
     @pytest.mark.parametrize("size", [1e-25, 1e30])
