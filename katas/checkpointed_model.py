@@ -78,7 +78,8 @@ class LargeModel(nn.Module):
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input, mask or mode changed before the backward pass: an error, no wrong gradient.
+        5. An input, mask, parameter or mode changed before the backward pass: an error, no wrong
+           gradient.
         6. A deep copy is a model of its own, also after a training step.
         7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
            pass refuses a size out of range at the latest.
@@ -133,18 +134,18 @@ def recompute(
         TypeError: anything else in `state`.
 
     Details:
-        1. Normalization of every kind counts a batch once.
+        1. Normalization of every kind, also made in the first run, counts a batch once.
         2. Buffers may be new, None, replaced instead of written to, overlap, or have gradients.
         3. Several calls may precede one backward pass, and two backward passes may follow one call.
-        4. Tensors by keyword or in containers get gradients; changed in place, they make the
-           backward pass raise.
-        5. An error or Ctrl-C in the second run leaves streams and buffers as they were before it.
+        4. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
+           make the backward pass raise; other changes in these make no difference.
+        5. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
         6. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
         7. Under autocast the second run computes in the same dtype.
         8. Without gradients there is no second run.
         9. On cuda the device's stream counts, even if tensors come by keyword only.
         10. Modules in `state` are in the mode of the first run, whatever theirs is by then.
-        11. A result that is dropped without a backward pass leaves nothing.
+        11. A result dropped without a backward pass leaves nothing for the garbage collector.
     """
     raise NotImplementedError
 
@@ -191,7 +192,7 @@ def checkpoint_blocks(
 
     Details:
         1. Keys of state_dict(), classes and other models stay as they are.
-        2. Hooks of a block run once a call, and a forward put on the block itself goes on running.
+        2. Hooks of a block run once a call, and a forward put on the block itself still runs.
         3. Blocks take and return anything; any argument may come by keyword, of any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may be checkpointed in a second call.
@@ -202,9 +203,9 @@ def checkpoint_blocks(
            nothing.
         9. A held result changed in place, or a cast that autocast has made before: an error, no
            wrong gradient.
-        10. Generators among a block's attributes and arguments count too.
+        10. Generators among a block's attributes and arguments, also in containers, count.
     """
     raise NotImplementedError
 
 
-# untouched stub dd03c04a7674
+# untouched stub 86b4f3dc9d07

@@ -92,7 +92,8 @@ class LargeModel(nn.Module):
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input, mask or mode changed before the backward pass: an error, no wrong gradient.
+        5. An input, mask, parameter or mode changed before the backward pass: an error, no wrong
+           gradient.
         6. A deep copy is a model of its own, also after a training step.
         7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
            pass refuses a size out of range at the latest.
@@ -139,7 +140,7 @@ class LargeModel(nn.Module):
         for start in range(0, len(blocks), self.segment_size):
             segment = blocks[start : start + self.segment_size]
             # Checkpoints within a checkpoint: the recomputation keeps inputs, and not insides.
-            x = checkpoint(_run_checkpointed, segment, x, mask, use_reentrant=False)
+            x = _checkpoint(_run_checkpointed, segment, x, mask)
         return x
 
 
@@ -156,10 +157,20 @@ def _run(blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _run_checkpointed(blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
     for block in blocks:
-        # Not reentrant: that form needs an input with a gradient, or the parameters get none. The
-        # mask goes by position: only such tensors are guarded against changes in place.
-        x = checkpoint(_run, [block], x, mask, use_reentrant=False)
+        x = _checkpoint(_run, [block], x, mask)
     return x
+
+
+def _checkpoint(
+    run: Callable[..., Tensor], blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None
+) -> Tensor:
+    # The mask and the weights go by position: only such tensors are guarded against changes in
+    # place, as an optimizer's step before the backward pass would make.
+    weights = [p for block in blocks for p in block.parameters()]
+    again = lambda x, mask, *_: run(blocks, x, mask)  # noqa: E731
+    # Not reentrant: that form needs an input with a gradient, or the parameters get none.
+    result: Tensor = checkpoint(again, x, mask, *weights, use_reentrant=False)
+    return result
 
 
 # Part 2
@@ -191,18 +202,18 @@ def recompute(
         TypeError: anything else in `state`.
 
     Details:
-        1. Normalization of every kind counts a batch once.
+        1. Normalization of every kind, also made in the first run, counts a batch once.
         2. Buffers may be new, None, replaced instead of written to, overlap, or have gradients.
         3. Several calls may precede one backward pass, and two backward passes may follow one call.
-        4. Tensors by keyword or in containers get gradients; changed in place, they make the
-           backward pass raise.
-        5. An error or Ctrl-C in the second run leaves streams and buffers as they were before it.
+        4. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
+           make the backward pass raise; other changes in these make no difference.
+        5. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
         6. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
         7. Under autocast the second run computes in the same dtype.
         8. Without gradients there is no second run.
         9. On cuda the device's stream counts, even if tensors come by keyword only.
         10. Modules in `state` are in the mode of the first run, whatever theirs is by then.
-        11. A result that is dropped without a backward pass leaves nothing.
+        11. A result dropped without a backward pass leaves nothing for the garbage collector.
     """
     state = list(state)
     for part in state:
@@ -261,8 +272,8 @@ class _Found:
         self, state: Collection[nn.Module | Generator], replaying: AbstractContextManager[Any]
     ) -> None:
         self.replaying = replaying
-        tops = [part for part in state if isinstance(part, nn.Module)]
-        self.modules = list(dict.fromkeys(module for top in tops for module in top.modules()))
+        self.tops = [part for part in state if isinstance(part, nn.Module)]
+        self.modules = self._tree()
         self.modes = [module.training for module in self.modules]
         # What a lazy norm has not made yet cannot be copied: the second run gets it as it is then.
         found = [buffer for module in self.modules for buffer in module._buffers.values()]
@@ -275,6 +286,11 @@ class _Found:
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> None:
+        # Modules that the first run has made, such as a norm, change no buffer again either.
+        made = [module for module in self._tree() if module not in self.modules]
+        self.modules += made
+        self.modes += [module.training for module in made]
+        self.buffers += [{n: _bare(b) for n, b in m._buffers.items()} for m in made]
         self.own = [module._buffers for module in self.modules]
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
         self._swap_modes()
@@ -288,6 +304,9 @@ class _Found:
         # Always: a recomputation that has all that it needs ends by an exception.
         self._set(self.own, self.now)
         self._swap_modes()
+
+    def _tree(self) -> list[nn.Module]:
+        return list(dict.fromkeys(module for top in self.tops for module in top.modules()))
 
     def _swap_modes(self) -> None:
         for number, module in enumerate(self.modules):
@@ -353,7 +372,7 @@ def checkpoint_blocks(
 
     Details:
         1. Keys of state_dict(), classes and other models stay as they are.
-        2. Hooks of a block run once a call, and a forward put on the block itself goes on running.
+        2. Hooks of a block run once a call, and a forward put on the block itself still runs.
         3. Blocks take and return anything; any argument may come by keyword, of any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may be checkpointed in a second call.
@@ -364,7 +383,7 @@ def checkpoint_blocks(
            nothing.
         9. A held result changed in place, or a cast that autocast has made before: an error, no
            wrong gradient.
-        10. Generators among a block's attributes and arguments count too.
+        10. Generators among a block's attributes and arguments, also in containers, count.
     """
     if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
         raise TypeError(f"block_type must be a class of modules, not {block_type!r}")

@@ -83,9 +83,10 @@ def _run(blocks: list[nn.Module], x: Tensor, mask: Tensor | None, sizes: tuple[i
     for start in range(0, len(blocks), size):
         part = blocks[start : start + size]
         again = functools.partial(_run_as_then, _modes_of(part), part, sizes=tuple(finer))
-        # The mask goes as an argument and not in a closure: then it is saved, hence guarded
-        # against changes in place, like x.
-        x = checkpoint(again, x, mask, use_reentrant=False)
+        # The mask and the weights go as arguments and not in a closure: then they are saved, hence
+        # guarded against changes in place, like x.
+        weights = [p for block in part for p in block.parameters()]
+        x = checkpoint(again, x, mask, *weights, use_reentrant=False)
     return x
 
 
@@ -94,6 +95,7 @@ def _run_as_then(
     blocks: list[nn.Module],
     x: Tensor,
     mask: Tensor | None,
+    *_: Tensor,
     sizes: tuple[int, ...],
 ) -> Tensor:
     with _in_modes(modes):
@@ -218,7 +220,8 @@ class _Buffers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.found: list[tuple[nn.Module, str, Tensor | None]] = []
         storages: dict[int, torch.UntypedStorage] = {}
-        for module in dict.fromkeys(m for top in modules for m in top.modules()):
+        self.modules = dict.fromkeys(m for top in modules for m in top.modules())
+        for module in self.modules:
             for name, buffer in module._buffers.items():
                 # A lazy buffer is made by the first run, and itself what the second one finds.
                 lazy = nn.parameter.is_lazy(buffer)
@@ -234,6 +237,10 @@ class _Buffers:
                 module._buffers.clear()
             for module, name, old in self.found:
                 module._buffers[name] = _moved(old, storages)
+            for module, buffers in now:
+                if module not in self.modules:  # the first run has made it
+                    for name, own in buffers.items():
+                        module._buffers[name] = _moved(own, storages)
             yield
         finally:
             for module, buffers in now:

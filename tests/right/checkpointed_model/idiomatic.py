@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -47,7 +47,8 @@ class _Recomputation:
         generators: Iterable[torch.Generator] = (),
         inner: AbstractContextManager[Any] | None = None,
     ) -> None:
-        tree = list({id(m): m for module in modules for m in module.modules()}.values())
+        self.tops = list(modules)
+        tree = list({id(m): m for module in self.tops for m in module.modules()}.values())
         self.training = [(m, m.training) for m in tree]
         made = [(m, {n: _values(b) for n, b in m._buffers.items()}) for m in tree]
         memo: dict[int, Any] = {id(m): m for m in tree}  # modules stay, buffers are copied
@@ -66,6 +67,10 @@ class _Recomputation:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
             memo = {id(m): m for m, _ in self.training}
+            for module in (m for top in self.tops for m in top.modules()):
+                if id(module) not in memo:  # the first run has made it
+                    stack.callback(_put, module, dict(module._buffers))
+                    _put(module, {n: _copied(b) for n, b in module._buffers.items()})
             for module, found in copy.deepcopy(self.buffers, memo):
                 stack.callback(_put, module, dict(module._buffers))
                 _put(module, found)
@@ -82,6 +87,10 @@ def _values(buffer: Tensor | None) -> Tensor | None:
     return buffer.detach().requires_grad_(buffer.requires_grad)
 
 
+def _copied(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
 def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
     module._buffers.clear()
     module._buffers.update(buffers)
@@ -90,11 +99,11 @@ def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
 # Parts 1 to 3
 
 
-def _run_block(block: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+def _run_block(block: nn.Module, x: Tensor, mask: Tensor | None, *_: Tensor) -> Tensor:
     return block(x, mask=mask)
 
 
-def _run_segment(blocks: nn.ModuleList, x: Tensor, mask: Tensor | None) -> Tensor:
+def _run_segment(blocks: nn.ModuleList, x: Tensor, mask: Tensor | None, *_: Tensor) -> Tensor:
     for block in blocks:
         x = _checkpointed(_run_block, block, x, mask)
     return x
@@ -108,7 +117,8 @@ def _checkpointed(
     def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _Recomputation([module])
 
-    return checkpoint(run, module, x, mask, use_reentrant=False, context_fn=context_fn)
+    tensors = (x, mask, *module.parameters())
+    return checkpoint(run, module, *tensors, use_reentrant=False, context_fn=context_fn)
 
 
 def _check_at_least_1(name: str, value: int) -> None:
@@ -285,8 +295,8 @@ class _CheckpointedForward:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
 
-        inside = [vars(module).values() for module in self.block.modules()]
-        own = {v for values in inside for v in values if isinstance(v, torch.Generator)}
+        inside = [list(vars(module).values()) for module in self.block.modules()]
+        own = {v for v in tree_leaves(inside) if isinstance(v, torch.Generator)}
         return _run_twice(self.forward, args, kwargs, [self.block], own, self.keep)
 
 

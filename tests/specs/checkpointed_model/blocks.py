@@ -12,17 +12,24 @@ from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_w
 
 
 class Noisy(nn.Module):
-    """Dropout from generators of its own, one for each seed, and some from torch's stream."""
+    """Dropout from generators of its own, one for each seed, and some from torch's stream.
+
+    The first is an attribute, the others are in containers that are one.
+    """
 
     def __init__(self, *seeds, rate=0.25):
         super().__init__()
         self.up, self.rate, device = nn.Linear(WIDTH, WIDTH), rate, torch.get_default_device()
-        self.generators = [Generator(device).manual_seed(seed) for seed in seeds]
-        self.first = self.generators[0] if seeds else None
+        made = [Generator(device).manual_seed(seed) for seed in seeds]
+        self.first, self.more = made[0] if made else None, {"others": made[1:]}
+
+    @property
+    def generators(self):
+        return [g for g in (self.first, *self.more["others"]) if g is not None]
 
     def forward(self, x, *generators):
         y = torch.tanh(self.up(x))
-        for generator in (*self.generators, *generators):
+        for generator in tree_leaves((self.generators, generators)):
             y = y * (torch.rand(y.shape, generator=generator, device=y.device) < 0.75)
         return x + torch.tanh(F.dropout(y, self.rate, self.training))
 
@@ -44,6 +51,14 @@ class Counting(nn.Module):
         self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
         self.last = y.detach().mean()
         return x + torch.tanh(y)
+
+
+class Resetting(Counting):
+    """Its train() does more than to set the mode, as does one that merges weights."""
+
+    def train(self, mode=True):
+        self.calls += 10
+        return super().train(mode)
 
 
 class Shared(nn.Module):
@@ -100,6 +115,15 @@ class Normed(nn.Module):
         return x + torch.tanh(self.norm(y))
 
 
+class Late(nn.Module):
+    """It makes its norm when it runs for the first time."""
+
+    def forward(self, x):
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(x.shape[1], device=x.device)
+        return self.norm(x)
+
+
 def frozen(norm):
     """In eval mode, with running statistics that are not the initial ones."""
     norm.running_mean.fill_(0.5)
@@ -117,6 +141,7 @@ NORMS = {
     "a cumulative average": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
     "without statistics": (3, lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)),
     "in eval mode": (3, lambda: frozen(nn.BatchNorm1d(WIDTH))),
+    "made in the first run": (3, Late),
     "GroupNorm": (3, lambda: nn.GroupNorm(4, WIDTH)),
 }
 
@@ -133,10 +158,30 @@ class Mixer(nn.Module):
         self.heard = self.heard | {*named, *rest, *(["name"] if name else [])}
         hidden = F.dropout(torch.tanh(self.up(that)), 0.25, self.training)
         for part in tree_leaves((more, rest)):
-            if isinstance(part, Tensor):
-                part = torch.view_as_real(part).sum(-1) if part.is_complex() else part
-                hidden = torch.tanh(hidden * part)
+            if isinstance(part, (Tensor, float)):
+                wide = isinstance(part, Tensor) and part.is_complex()
+                hidden = torch.tanh(hidden * (torch.view_as_real(part).sum(-1) if wide else part))
         return that + torch.tanh(hidden), {"mean": hidden.mean(-1), "name": name, "nothing": None}
+
+
+def mixers(count=2):
+    return [Mixer() for _ in range(count)]
+
+
+def noisy():
+    return [Noisy(7, 8)]
+
+
+def two_noisy():
+    return [Noisy(), Noisy()]
+
+
+def counting():
+    return [Counting()]
+
+
+def normed(norm):
+    return [Normed(norm())]
 
 
 def plain(function, /, *args, state=(), **kwargs):

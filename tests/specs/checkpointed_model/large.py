@@ -86,28 +86,41 @@ def one_input(x):
 
 
 def whole_step(model, x, forward, retain=False):
-    """Forward and backward, with gradients in place."""
+    """A function for forward and backward, with gradients in place."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    backward = lambda: forward().float().square().mean().backward(retain_graph=retain)  # noqa: E731
-    return measure(backward, x.device, known=[model, x])
+    return lambda: forward().float().square().mean().backward(retain_graph=retain)
 
 
 def peak(model, x, forward, **options):
     """Bytes above the baseline."""
-    return whole_step(model, x, forward, **options).above_baseline
+    step = whole_step(model, x, forward, **options)
+    return measure(step, x.device, known=[model, x]).above_baseline
 
 
 def check_nothing_left(model, x, forward):
     """Fail if something is held after a backward pass, or of a forward pass without one."""
     __tracebackhide__ = True
-    without = measure(forward, x.device, known=[model, x]).retained
-    left = {"without": without, "after": whole_step(model, x, forward).retained}
-    for when, number in left.items():
-        got = f"{number} bytes: {number / one_input(x):.1f} inputs"
-        cause = "inputs, results or the graph are kept in a list, on an object, or in a cycle"
+    what = "inputs, results or the graph are"
+    for when, step in {"without": forward, "after": whole_step(model, x, forward)}.items():
+
+        def then(step=step):
+            step()
+            x.detach()  # after each operation bytes are read, here before garbage is collected
+
+        found = measure(then, x.device, known=[model, x])
         said = f"0 bytes more than before, {when} a backward pass"
-        check(number <= 0, expected=said, got=got, cause=cause)
+        cause = f"{what} kept in a list, on an object, or in a cycle"
+        _check_none(found.retained, x, said, cause)
+        cause = f"{what} in a cycle of references, as a function that calls itself makes one"
+        waits = found.timeline[-2] - found.baseline
+        _check_none(waits, x, f"{said}, and before garbage is collected", cause)
+
+
+def _check_none(number, x, said, cause):
+    __tracebackhide__ = True
+    got = f"{number} bytes: {number / one_input(x):.1f} inputs"
+    check(number <= 0, expected=said, got=got, cause=cause)
 
 
 def held(model, x, forward):

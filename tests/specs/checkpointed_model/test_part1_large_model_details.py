@@ -61,6 +61,7 @@ class TestPart1LargeModelDetails:
         changes = {
             "the input": lambda model, x, mask: x.detach().zero_(),
             "the mask": lambda model, x, mask: mask.logical_not_(),
+            "a parameter": lambda model, x, mask: model.layers[1].up.weight.detach().mul_(2),
             "the mode": lambda model, x, mask: model.eval(),
             "a block's mode": lambda model, x, mask: model.layers[1].eval(),
             "segment_size": lambda model, x, mask: setattr(model, "segment_size", 2),
@@ -101,13 +102,19 @@ class TestPart1LargeModelDetails:
     @pytest.mark.survives("LargeModel", 7)
     @pytest.mark.parametrize("size", [0, -1, 4])
     def test_refuses_a_size_out_of_range_that_is_set_later(self, answer, size):
-        model, x = answer.LargeModel(3, WIDTH), torch.ones(SHAPE)
+        for way, train, use in (
+            ("", True, True),
+            (" in eval mode", False, True),
+            (" unused", True, False),
+        ):
+            model = answer.LargeModel(3, WIDTH, use_checkpoint=use).train(train)
 
-        def call():
-            model.segment_size = size
-            model(x)
+            def call(model=model):
+                model.segment_size = size
+                model(torch.ones(SHAPE))
 
-        check_raises(call, ValueError, mentions=[size], when=f"for segment_size={size}, set later")
+            when = f"for segment_size={size}, set later{way}"
+            check_raises(call, ValueError, mentions=[size], when=when)
 
     @pytest.mark.survives("MemoryIntensiveBlock", "Raises")
     @pytest.mark.parametrize("width", [0, -2])

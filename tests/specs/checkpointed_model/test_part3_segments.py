@@ -23,7 +23,8 @@ from specs.checkpointed_model.steps import WIDTH, see
 
 _SEGMENTS = (
     "the recomputation of a segment holds all of its insides (its blocks are not checkpointed"
-    " again), a segment is left out, or segment_size is not heeded"
+    " again), a segment is left out, segment_size is not heeded, or inputs are in a cycle of"
+    " references, such as a function that calls itself, and stay until garbage is collected"
 )
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,10 +62,20 @@ class Means(Noisy):
 class Written(Noisy):
     """A matrix product's result is changed in place: inside, or by whom it is returned to."""
 
+    def result(self, x):
+        return self.up(x)
+
     def forward(self, x):
-        y = self.up(x)
+        y = self.result(x)
         half = y.mul_(0.5) if self.rate else y * 0.5
         return y, torch.tanh(half)
+
+
+class WrittenNorm(Written):
+    """So is the first of several results of one operation."""
+
+    def result(self, x):
+        return F.layer_norm(self.up(x), (WIDTH,))
 
 
 def doubled(run, block, x):
@@ -204,9 +215,11 @@ class TestPart4CheckpointBlocksKeep:
     @pytest.mark.survives("checkpoint_blocks", 9)
     @checkpointed("what is held is changed and nobody looks, or casts are told by their order")
     def test_notices_a_change_of_what_is_held(self):
-        yield "changed in the block", chain(lambda: [Written()]), "or an error", 2, DEAR
-        later = chain(lambda: [Written(rate=0)], call=doubled)
-        yield "changed later", later, "or an error", 2, DEAR
+        for kind, keep in ((Written, DEAR), (WrittenNorm, [NORM])):
+            inside = chain(lambda kind=kind: [kind()])
+            yield f"changed in the block, {kind.__name__}", inside, "or an error", 2, keep
+            later = chain(lambda kind=kind: [kind(rate=0)], call=doubled)
+            yield f"changed later, {kind.__name__}", later, "or an error", 2, keep
         for dtype in HALVES:
             for keep in (DEAR, [CAST]):
                 step, name = {"outer": autocast(dtype)}, f"cast before, {dtype}, {len(keep)} kept"

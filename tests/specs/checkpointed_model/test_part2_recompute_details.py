@@ -1,0 +1,199 @@
+"""The same bits in other ways: containers, errors, precisions, modes, what is dropped."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from kit.laws import draw
+from kit.laws.checks import SpecFailure, check_equal, check_raises
+from kit.laws.scenarios import once, scenarios
+from kit.laws.toys import mlp
+from specs.checkpointed_model.blocks import (
+    NORMS,
+    Carrying,
+    Counting,
+    Noisy,
+    Resetting,
+    Shared,
+    chain,
+    counting,
+    mixers,
+    noisy,
+    normed,
+    nothing,
+    plain,
+    recomputed,
+    seen,
+)
+from specs.checkpointed_model.large import (
+    check_nothing_left,
+    large_inputs,
+)
+from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, never_wrong, twice
+
+FLOAT, INT = torch.float32, torch.int64
+
+
+@scenarios("the step")
+def guarded(answer, device, name, spoil, args=(), kwargs=None):
+    """A tensor is set to zero between the passes."""
+    zero = lambda *given: spoil(*given).detach().zero_()  # noqa: E731
+    spoiled, true = (chain(mixers, *args, **kwargs or {}, spoil=s) for s in (zero, None))
+    mine = seen(spoiled, answer.recompute, nothing, device)
+    return never_wrong(mine, once(name, lambda: seen(true, plain, nothing, device)))
+
+
+def in_autocast(dtype, loss):
+    with autocast(dtype)():
+        loss.backward()
+
+
+class TestPart2RecomputeDetails:
+    @pytest.mark.survives("recompute", 1)
+    @recomputed(
+        "a kind of norm is not known, or one that the first run makes, or one does something else"
+        " when it runs again"
+    )
+    def test_counts_each_batch_once(self):
+        """pytorch/pytorch#96136: the second run counts the batch again."""
+        for name, (dims, norm) in NORMS.items():
+            for passes in (1, 2):
+                make, shape = partial(normed, norm), (4, WIDTH, 3, 2, 2)[:dims]
+                yield f"{name}, {passes} passes", chain(make, passes=passes, shape=shape)
+
+    @pytest.mark.survives("recompute", 2)
+    @recomputed("copies of one storage are several, or a buffer is written to that was replaced")
+    def test_buffers_may_share_their_storage(self):
+        for passes in (1, 2):
+            yield f"shared, {passes} passes", chain(lambda: [Shared()], passes=passes)
+            yield f"replaced, or None at first, {passes} passes", chain(counting, passes=passes)
+            carrying = chain(lambda: [Carrying(), Carrying()], passes=passes)
+            yield f"made in the first run, with gradients, {passes} passes", carrying
+
+    @pytest.mark.survives("recompute", 3)
+    @recomputed("calls share what they found, or it serves one second run only")
+    def test_calls_share_nothing(self):
+        for name, make in {"generators": noisy, "buffers": counting}.items():
+            yield f"three calls, {name}", chain(make, passes=3)
+            yield f"two backward passes, {name}", chain(make, step={"backward": twice}), 3
+
+    @pytest.mark.survives("recompute", 4)
+    @recomputed("tensors that come in another way are cut from the graph")
+    def test_tensors_anywhere_get_gradients(self):
+        yield "by keyword", chain(mixers, scale=FLOAT, shift=FLOAT)
+        yield "in containers by keyword", chain(mixers, a={"b": FLOAT, "c": [{"d": FLOAT}]})
+        yield "in a tuple by position", chain(mixers, FLOAT, (FLOAT, 2.5, None))
+
+    @pytest.mark.survives("recompute", 4)
+    @guarded("such a tensor is kept without being saved, so that nobody notices a change")
+    def test_tensors_anywhere_are_guarded(self):
+        yield "x", lambda _, x, args, kwargs: x
+        yield "by position", lambda _, x, args, kwargs: args[0], (FLOAT,)
+        yield "integers", lambda _, x, args, kwargs: args[0], (INT,)
+        yield "in a tuple", lambda _, x, args, kwargs: args[0][1], ((None, FLOAT),)
+        yield "by keyword", lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}
+        yield "in a dict", lambda _, x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}
+
+    @pytest.mark.survives("recompute", 4)
+    @recomputed("the second run is handed the caller's own container, with what is in it by then")
+    def test_containers_may_be_changed_afterwards(self):
+        changed = lambda model, x, args, kwargs: args[0].update(b=2.0)  # noqa: E731
+        yield "a dict of numbers", chain(mixers, {"b": 0.5}, spoil=changed)
+        yield "a dict with a tensor too", chain(mixers, {"a": FLOAT, "b": 0.5}, spoil=changed)
+        longer = lambda model, x, args, kwargs: kwargs["c"][0].append(2.0)  # noqa: E731
+        yield "a list in a list, by keyword", chain(mixers, c=[[0.5]], spoil=longer)
+
+    @pytest.mark.survives("recompute", 5)
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_puts_everything_back_after_an_error(self, answer, device, error):
+        with device:
+            noise, counts = Noisy(7), Counting()
+        x, ran = draw.randn(*SHAPE, device=device, requires_grad=True), []
+
+        def function(x):
+            y = counts(noise(x))
+            ran.append(1)
+            if len(ran) == 2:
+                raise error("planted")
+            return torch.tanh(y)
+
+        def now():
+            found = {f"buffer {name}": b.clone() for name, b in counts.named_buffers()}
+            found["the generator's state"] = noise.generators[0].get_state()
+            found["modes"] = [m.training for top in (noise, counts) for m in top.modules()]
+            return found | {"torch's random state": torch.get_rng_state()}
+
+        y = answer.recompute(function, x, state=[noise, counts, *noise.generators])
+        counts.eval()(noise.eval()(x))  # so that a second run ends elsewhere
+        before, came = now(), None
+        try:
+            y.sum().backward()
+        except SpecFailure:
+            raise
+        except (Exception, KeyboardInterrupt) as caught:
+            came = caught
+        cause = "an error is kept from the caller, or another one made of it"
+        check_equal(repr(came), repr(error("planted")), "the error that comes out", cause=cause)
+        check_equal(now(), before, "", cause="they are put back if all goes well: no finally")
+
+    @pytest.mark.survives("recompute", 6)
+    @recomputed("torch's checkpoint takes the function's keyword argument for its own")
+    def test_keyword_arguments_may_have_any_name(self):
+        names = ["debug", "use_reentrant", "context_fn", "preserve_rng_state", "function", "args"]
+        for name in [*names, "determinism_check", "early_stop", "kwargs"]:
+            yield name, chain(mixers, **{name: 0.5})
+
+    @pytest.mark.survives("recompute", 7)
+    @recomputed("the second run is without autocast, or has its default dtype")
+    def test_runs_again_in_the_same_precision(self):
+        for dtype in HALVES:
+            for name, make in {"generators": noisy, "buffers": counting}.items():
+                yield f"{dtype}, {name}", chain(make, step={"outer": autocast(dtype)})
+                backward = {"backward": partial(in_autocast, dtype)}
+                yield f"{dtype} in the backward pass alone, {name}", chain(make, step=backward)
+
+    @pytest.mark.survives("recompute", 8)
+    @recomputed("gradients are switched on again inside, or it runs twice at once")
+    def test_runs_once_without_gradients(self):
+        for mode in (torch.no_grad, torch.inference_mode):
+            for name, make in {"generators": noisy, "buffers": counting}.items():
+                yield f"{mode.__name__}, {name}", chain(make, step={"outer": mode}), 1
+
+    @pytest.mark.gpu
+    @pytest.mark.survives("recompute", 9)
+    @recomputed("checkpoint() keeps the random state of the devices of its tensor arguments only")
+    def test_keeps_the_devices_stream(self):
+        """`checkpoint(lambda: function(*args))` has no tensor argument."""
+        yield "by position", chain(lambda: [Noisy()])
+        named = lambda run, block, x: run(lambda *, y: block(y), y=x, state=[block])  # noqa: E731
+        yield "by keyword", chain(lambda: [Noisy()], call=named)
+
+    @pytest.mark.survives("recompute", 10)
+    @recomputed(
+        "the second run goes by the modes that it finds, or leaves others behind; or train() is"
+        " called, which may do more than to set flags"
+    )
+    def test_runs_again_in_the_same_modes(self):
+        to_eval, to_training = (lambda model, *_, m=m: model.train(m) for m in (False, True))
+        yield "in eval mode by then", chain(noisy, spoil=to_eval)
+        yield "in training mode by then", chain(lambda: [Noisy(7).eval()], spoil=to_training)
+        yield "a train() of its own", chain(lambda: [Resetting()], spoil=to_eval)
+        norm, shape = partial(normed, NORMS["in eval mode"][1]), (4, WIDTH, 3)
+        yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
+
+    @pytest.mark.survives("recompute", 11)
+    def test_a_dropped_result_leaves_nothing(self, answer, device):
+        block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)).to(device)
+        x = large_inputs(device)
+        check_nothing_left(block, x, lambda: answer.recompute(block, x * 1, state=[block]))
+
+    @pytest.mark.survives("recompute", "Raises")
+    def test_refuses_other_state(self, answer):
+        block, ran = Noisy(), []
+        for bad in (3, "generator", torch.ones(2), None, Noisy):
+            for state in ([block, bad], [bad, block]):
+                call = partial(answer.recompute, ran.append, torch.ones(2), state=state)
+                check_raises(call, TypeError, mentions=[bad], when=f"for {bad!r} in state")
+        check_equal(ran, [], "runs of the function", cause="state is checked too late")
