@@ -1,9 +1,9 @@
 """Gradient accumulation: the gradients of a large batch in the memory of a small one.
 
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
-all, not a mean of means.
+all, no mean of means.
 
-    untouched  modes, hooks, training flags and the caller's data, after an error too; no seed is
+    untouched  modes, hooks, training flags, the caller's data, after an error too; no seed is
                set
 
 Errors are ValueError unless it says otherwise, name the offending value, and are raised before
@@ -30,7 +30,8 @@ class WindowResult(NamedTuple):
     """What one window did."""
 
     loss: Tensor  # the mean over the window's samples: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the window's true gradients before clipping: float32 scalar
+    # 2-norm of the window's true gradients before clipping, up to their rounding: float32 scalar
+    grad_norm: Tensor
     skipped: bool  # whether an overflow kept the weights as they were
 
 
@@ -64,10 +65,11 @@ def accumulate(
 
     Details:
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
-        2. A parameter that `optimizer` does not hold, or that is frozen, keeps its value.
+        2. A frozen parameter keeps its value, as does one that `optimizer` does not hold, whose
+           `grad` nothing clears.
         3. An error in model, loss or optimizer comes through: no step is taken, and the next call
            is like any other.
-        4. Inside an autocast of the caller, its cache keeps no old weights.
+        4. The cache of the caller's autocast has no weights from before the step.
     """
     raise NotImplementedError
 
@@ -100,9 +102,10 @@ def accumulate_tokens(
         as in `accumulate`; also two shapes, length 0, or no labelled token (0).
 
     Details:
-        1. A micro-batch without a labelled token adds nothing, and may be left out.
-        2. Targets may be a slice and logits transposed: neither needs to be contiguous.
-        3. Parameters without a gradient, those of others, errors, and autocast are as in
+        1. A micro-batch without a labelled token adds zeros, and may be left out.
+        2. Neither targets nor logits need be contiguous.
+        3. Logits in 16 bits become float32 before the loss.
+        4. Parameters without a gradient, those of others, errors, and autocast are as in
            `accumulate`.
     """
     raise NotImplementedError
@@ -123,13 +126,13 @@ def train_epoch(
     scheduler: LRScheduler | None = None,
     max_norm: float | None = None,
 ) -> list[WindowResult]:
-    """Train on all micro-batches, `window` to an optimizer step.
+    """Train on all micro-batches, `window` to a step.
 
         windows    as in `accumulate`; the last may be shorter, divided by what it has
         data       no micro-batch is taken before the previous window has stepped
         clipping   once a window, by the norm over all that `optimizer` holds
         scheduler  advances after each step taken
-        end        `grad` is None, after an error in a window too
+        end        every held `grad` is None, after an error in a window too
 
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
@@ -152,11 +155,12 @@ def train_epoch(
            other has stepped, and `scaler` is ready for the next epoch.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
            the loss is computed from the output as float32.
-        4. torch.float16, and no other dtype, has a `scaler`: a window is unscaled once, before norm
-           and clipping, and updated once.
+        4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
+           before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. Ask the scaler: neither norm nor loss nor weights tell.
-        6. `dtype` holds inside an autocast of the caller too; its cache keeps no old weights.
+        6. Inside an autocast of the caller `dtype` holds, except for data; its cache keeps no old
+           weights.
         7. The peak is that of `accumulate`, with one window's data, for any number of windows.
     """
     raise NotImplementedError
@@ -182,7 +186,7 @@ def accumulate_on_ranks(
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP, without buffers or a pending backward pass.
+        model: in DDP, outside `no_sync()`, without buffers or a pending backward pass.
 
     Returns:
         This rank's share of the mean loss: the shares add up to it.
@@ -192,12 +196,12 @@ def accumulate_on_ranks(
 
     Details:
         1. Any micro-batch, the last too, or a whole rank may be without a labelled token.
-        2. Ranks are those of `model.process_group`, and other groups are not involved.
+        2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
-        4. The rank with the bad window names what is bad. A window that raises when it is read is
-           bad too.
-        5. Old gradients, parameters without a gradient, errors on all ranks, and autocast are as
-           in `accumulate`.
+        4. The rank with the bad window names what is bad. A window that raises when read is bad
+           too.
+        5. Old gradients, parameters without a gradient, an error that all ranks meet outside the
+           last backward pass, and autocast are as in `accumulate`.
     """
     raise NotImplementedError
 
@@ -226,4 +230,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 7382c9f3c937
+# untouched stub eb1df848d537

@@ -1,9 +1,9 @@
 """Gradient accumulation: the gradients of a large batch in the memory of a small one.
 
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
-all, not a mean of means.
+all, no mean of means.
 
-    untouched  modes, hooks, training flags and the caller's data, after an error too; no seed is
+    untouched  modes, hooks, training flags, the caller's data, after an error too; no seed is
                set
 
 Errors are ValueError unless it says otherwise, name the offending value, and are raised before
@@ -36,7 +36,8 @@ class WindowResult(NamedTuple):
     """What one window did."""
 
     loss: Tensor  # the mean over the window's samples: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the window's true gradients before clipping: float32 scalar
+    # 2-norm of the window's true gradients before clipping, up to their rounding: float32 scalar
+    grad_norm: Tensor
     skipped: bool  # whether an overflow kept the weights as they were
 
 
@@ -70,10 +71,11 @@ def accumulate(
 
     Details:
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
-        2. A parameter that `optimizer` does not hold, or that is frozen, keeps its value.
+        2. A frozen parameter keeps its value, as does one that `optimizer` does not hold, whose
+           `grad` nothing clears.
         3. An error in model, loss or optimizer comes through: no step is taken, and the next call
            is like any other.
-        4. Inside an autocast of the caller, its cache keeps no old weights.
+        4. The cache of the caller's autocast has no weights from before the step.
     """
     samples = _count_samples(micro_batches)
     optimizer.zero_grad()
@@ -85,6 +87,7 @@ def accumulate(
         # Backward at once, so that this graph is gone before the next one is built.
         loss.backward()
         shares.append(loss.detach())
+        del loss  # or its graph, and what a node has kept, is there in the next forward pass
     optimizer.step()
     torch.clear_autocast_cache()  # the caller's: it has copies of the weights before the step
     return torch.stack(shares).sum()
@@ -137,9 +140,10 @@ def accumulate_tokens(
         as in `accumulate`; also two shapes, length 0, or no labelled token (0).
 
     Details:
-        1. A micro-batch without a labelled token adds nothing, and may be left out.
-        2. Targets may be a slice and logits transposed: neither needs to be contiguous.
-        3. Parameters without a gradient, those of others, errors, and autocast are as in
+        1. A micro-batch without a labelled token adds zeros, and may be left out.
+        2. Neither targets nor logits need be contiguous.
+        3. Logits in 16 bits become float32 before the loss.
+        4. Parameters without a gradient, those of others, errors, and autocast are as in
            `accumulate`.
     """
     tokens = _count_tokens(micro_batches, ignore_index)
@@ -151,6 +155,7 @@ def accumulate_tokens(
         loss = _sum_over_tokens(model(inputs), targets, ignore_index) / tokens
         loss.backward()
         shares.append(loss.detach())
+        del loss
     optimizer.step()
     torch.clear_autocast_cache()
     return torch.stack(shares).sum()
@@ -168,6 +173,8 @@ def _count_tokens(micro_batches: Sequence[Batch], ignore_index: int) -> int:
 
 
 def _sum_over_tokens(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()  # a sum over thousands of tokens is no number of 16 bits
     # reduction="mean" would divide by this micro-batch's tokens, and by 0 where it has none.
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
@@ -189,13 +196,13 @@ def train_epoch(
     scheduler: LRScheduler | None = None,
     max_norm: float | None = None,
 ) -> list[WindowResult]:
-    """Train on all micro-batches, `window` to an optimizer step.
+    """Train on all micro-batches, `window` to a step.
 
         windows    as in `accumulate`; the last may be shorter, divided by what it has
         data       no micro-batch is taken before the previous window has stepped
         clipping   once a window, by the norm over all that `optimizer` holds
         scheduler  advances after each step taken
-        end        `grad` is None, after an error in a window too
+        end        every held `grad` is None, after an error in a window too
 
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
@@ -218,11 +225,12 @@ def train_epoch(
            other has stepped, and `scaler` is ready for the next epoch.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
            the loss is computed from the output as float32.
-        4. torch.float16, and no other dtype, has a `scaler`: a window is unscaled once, before norm
-           and clipping, and updated once.
+        4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
+           before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. Ask the scaler: neither norm nor loss nor weights tell.
-        6. `dtype` holds inside an autocast of the caller too; its cache keeps no old weights.
+        6. Inside an autocast of the caller `dtype` holds, except for data; its cache keeps no old
+           weights.
         7. The peak is that of `accumulate`, with one window's data, for any number of windows.
     """
     _check_epoch(window, dtype, scaler, max_norm)
@@ -257,12 +265,13 @@ def _window_step(
         for inputs, targets in batches:
             device = inputs.device.type
             with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-                loss = loss_fn(model(inputs).float(), targets) * (len(inputs) / samples)
+                loss = loss_fn(_output(model, inputs, dtype), targets) * (len(inputs) / samples)
             # Outside autocast, the caller's too. Every micro-batch under the same scale: it may
             # not change before the window's end.
             with _outside_autocast(device):
                 (loss if scaler is None else scaler.scale(loss)).backward()
             shares.append(loss.detach().float())
+            del loss
 
         torch.clear_autocast_cache()
         if scaler is not None:
@@ -275,6 +284,12 @@ def _window_step(
     finally:
         optimizer.zero_grad()
     return WindowResult(torch.stack(shares).sum(), grad_norm.float(), skipped)
+
+
+def _output(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    output: Tensor = model(inputs)
+    # As it is without autocast: a model in float64 has its loss in float64.
+    return output if dtype == torch.float32 else output.float()
 
 
 def _outside_autocast(device: str) -> AbstractContextManager[Any]:
@@ -306,7 +321,7 @@ def _check_epoch(
         raise ValueError(f"window must be at least 1 micro-batch, not {window}")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype}")
-    if (scaler is not None) != (dtype == torch.float16):
+    if (scaler is not None and scaler.is_enabled()) != (dtype == torch.float16):
         raise ValueError(f"a scaler is for float16, and only for it: {scaler} with {dtype}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
@@ -332,7 +347,7 @@ def accumulate_on_ranks(
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP, without buffers or a pending backward pass.
+        model: in DDP, outside `no_sync()`, without buffers or a pending backward pass.
 
     Returns:
         This rank's share of the mean loss: the shares add up to it.
@@ -342,12 +357,12 @@ def accumulate_on_ranks(
 
     Details:
         1. Any micro-batch, the last too, or a whole rank may be without a labelled token.
-        2. Ranks are those of `model.process_group`, and other groups are not involved.
+        2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
-        4. The rank with the bad window names what is bad. A window that raises when it is read is
-           bad too.
-        5. Old gradients, parameters without a gradient, errors on all ranks, and autocast are as
-           in `accumulate`.
+        4. The rank with the bad window names what is bad. A window that raises when read is bad
+           too.
+        5. Old gradients, parameters without a gradient, an error that all ranks meet outside the
+           last backward pass, and autocast are as in `accumulate`.
     """
     tokens, problem = 0, None
     try:
@@ -375,6 +390,7 @@ def accumulate_on_ranks(
             # DDP divides the sum over ranks by their number. That is not ours: multiply it away.
             (loss * ranks).backward()
         shares.append(loss.detach())
+        del loss
     optimizer.step()
     torch.clear_autocast_cache()
     return torch.stack(shares).sum()

@@ -67,10 +67,6 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _trained(params: list[Tensor]) -> list[Tensor]:
-    return [p for p in params if p.requires_grad]
-
-
 def _drop_gradients(params: list[Tensor]) -> None:
     for p in params:
         p.grad = None
@@ -87,11 +83,11 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _backward_sum(model: nn.Module, batch: Batch, loss_fn: LossFn, params: list[Tensor]) -> Tensor:
+def _backward_sum(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Tensor:
     """Add the gradients of the sum (not the mean) over the samples; that sum."""
     inputs, targets = batch
     loss = _wide(loss_fn(model(inputs), targets)) * len(inputs)
-    loss.backward(inputs=_trained(params))
+    loss.backward()
     return loss.detach()
 
 
@@ -99,7 +95,6 @@ def _backward_share(
     model: nn.Module,
     batch: Batch,
     loss_fn: LossFn,
-    params: list[Tensor],
     share: float,
     dtype: torch.dtype,
     scaler: GradScaler | None,
@@ -109,13 +104,14 @@ def _backward_share(
     low = dtype is not torch.float32
     torch.clear_autocast_cache()  # the caller's: it outlives the weights
     with torch.autocast(inputs.device.type, dtype if low else torch.bfloat16, enabled=low):
-        loss = loss_fn(model(inputs).float(), targets)
+        output = [model(inputs).float() if low else model(inputs)]
+        loss = loss_fn(output.pop(), targets)
     torch.clear_autocast_cache()
     goal = loss * share
     if scaler is not None:
         goal = scaler.scale(goal)
     with torch.autocast(inputs.device.type, enabled=False):
-        goal.backward(inputs=_trained(params))
+        goal.backward()
     return loss.detach().float()
 
 
@@ -162,7 +158,7 @@ def accumulate(
     samples = sum(_samples(batch) for batch in _some(micro_batches))
     params = _held(optimizer)
     _drop_gradients(params)
-    total = sum(_backward_sum(model, batch, loss_fn, params) for batch in micro_batches)
+    total = sum(_backward_sum(model, batch, loss_fn) for batch in micro_batches)
     _rescale(params, 1 / samples)
     optimizer.step()
     torch.clear_autocast_cache()
@@ -187,7 +183,7 @@ def accumulate_tokens(
     total = torch.zeros(())
     for batch in micro_batches:
         nll = _token_nll(model, batch, ignore_index)
-        nll.backward(inputs=_trained(params))
+        nll.backward()
         total = total.to(nll.device) + nll.detach()
         del nll
     _rescale(params, 1 / tokens)
@@ -215,7 +211,7 @@ def train_epoch(
         raise ValueError(f"window must be at least 1, not {window}")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype}")
-    if (dtype is torch.float16) != (scaler is not None):
+    if (dtype is torch.float16) != (scaler is not None and scaler.is_enabled()):
         raise ValueError(f"a scaler belongs to float16 and to it alone: {dtype}, scaler {scaler}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
@@ -234,7 +230,7 @@ def train_epoch(
                 new = _samples(batch)
                 _rescale(params, samples / (samples + new))
                 share = new / (samples + new)
-                loss = _backward_share(model, batch, loss_fn, params, share, dtype, scaler)
+                loss = _backward_share(model, batch, loss_fn, share, dtype, scaler)
                 total = total.to(loss.device) + loss * new
                 samples += new
             if scaler is not None:

@@ -72,9 +72,9 @@ def _count_tokens(micro_batches: Sequence[Batch], ignore_index: int) -> int:
 
 
 def _token_loss_sum(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
-    )
+    logits = logits.flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
 def _backward(loss: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def train_epoch(
         raise ValueError(f"window must be at least 1, got {window}")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    if (dtype == torch.float16) != (scaler is not None):
+    if (dtype == torch.float16) != (scaler is not None and scaler.is_enabled()):
         raise ValueError(f"a scaler goes with float16 and only with it, got {dtype} and {scaler}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -185,7 +185,9 @@ def _train_window(
     for (inputs, targets), count in zip(batches, counts, strict=True):
         torch.clear_autocast_cache()  # the caller's: it outlives the weights
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-            loss = loss_fn(model(inputs).float(), targets)
+            loss = loss_fn(
+                model(inputs) if dtype == torch.float32 else model(inputs).float(), targets
+            )
         torch.clear_autocast_cache()
         loss = loss.float() * (count / samples)
         total += loss.detach()

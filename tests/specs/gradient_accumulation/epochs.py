@@ -38,6 +38,8 @@ from specs.gradient_accumulation.scenarios import (
     backward_fails,
     bad,
     failing,
+    gradient_of_another,
+    kept_losses,
     only,
     regression,
     repeated,
@@ -47,6 +49,7 @@ from specs.gradient_accumulation.scenarios import (
 )
 
 INF, NAN, HALF = math.inf, math.nan, option(max_norm=0.5)
+RETRIED = tag("retried")
 
 
 def epoch() -> World:
@@ -77,6 +80,24 @@ def trained_in_turn(w: World) -> None:
     w.visits = visit
 
 
+def nothing_to_train(w: World) -> None:
+    """The optimizer holds nothing that the model has."""
+    unused(w)
+    w.foreign = (*dict(w.model.named_parameters()),)
+    w.tags.add("foreign")
+
+
+def heard_schedule(w: World) -> None:
+    """`fails("schedule", n)`: it raises as one does that is at its end."""
+
+    def hear(w: World) -> None:
+        assert w.scheduler is not None
+        step = w.scheduler.step
+        w.scheduler.step = lambda: (w.visits("schedule"), step())  # type: ignore[method-assign]
+
+    w.after.append(hear)
+
+
 BAD_OPTIONS: dict[str, Row] = {
     **{f"window {n}": _settings(torch.float32, None, str(n), window=n) for n in (0, -3)},
     **{
@@ -87,6 +108,7 @@ BAD_OPTIONS: dict[str, Row] = {
 BAD_PRECISIONS: dict[str, Row] = {
     "dtype float64": _settings(torch.float64, None, "float64"),
     "float16 without a scaler": _settings(torch.float16, None, "float16"),
+    "float16, a disabled scaler": _settings(torch.float16, {"enabled": False}, "float16"),
     "a scaler with bfloat16": _settings(torch.bfloat16, {"init_scale": 2.0}, "bfloat16"),
     "a scaler with float32": _settings(torch.float32, {"init_scale": 2.0}, "float32"),
 }
@@ -99,6 +121,7 @@ FLOAT32: dict[str, Rows] = {
         "the same micro-batch again": (repeated,),
         "samples of several lengths": (sequences,),
         "a list": (tag("list"),),
+        "a loss that is logged": (kept_losses,),
         **STEPS,
         **OLDER,
         **OWN_LOSS,
@@ -129,15 +152,18 @@ FLOAT32: dict[str, Rows] = {
         "a frozen parameter": (frozen, HALF),
         "parameters that are trained in turn": (trained_in_turn,),
         "a foreign parameter": (foreign, HALF, tag("foreign")),
+        "a gradient that another optimizer will step on": (unused, gradient_of_another, HALF),
+        "nothing that is held has a gradient": (nothing_to_train, HALF),
     },
     "errors": {
         **failing("model", 1, 4, 7),
         **failing("loss", 3, 5),
         **failing("step", 1, 2, 3),
         **failing("data", 4, 6, 7),
+        "the schedule fails at 2": (trained_before, heard_schedule, fails("schedule", 2)),
         "the loss fails at 5 as an iterator at its end": (fails("loss", 5, StopIteration),),
         "the backward pass fails at 5": (trained_before, backward_fails(5, Planted)),
-        "the step fails, and the next epoch": (fails("step", 2), tag("retried")),
+        "the step fails, and the next epoch": (fails("step", 2), RETRIED),
         "the data fail at once": (stale, fails("data", 2), tag("early")),
         "the model fails, a loss with a parameter": (loss_with_a_parameter, fails("model", 5)),
         **bad(NO_PAIRS, 3, 5, 6),
@@ -166,6 +192,10 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "a NaN gradient at 7": (gradient(NAN, 7), trained_before),
         "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
         "an infinite gradient, clipped": (gradient(INF, 4), option(max_norm=1.0)),
+        "a fused optimizer, which the scaler always calls": (
+            put(sgd={"lr": 0.02, "momentum": 0.9, "fused": True}),
+            *(gradient(INF, 4), trained_before, tag("fused")),
+        ),
         "an infinite loss with finite gradients": (put(loss=lambda out, y: mse(out, y) + INF),),
         "a gradient of 1e25, whose square is no float32": (huge(1e25), tag("norm beyond float32")),
     },
@@ -173,8 +203,9 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "the model fails at 5": (trained_before, fails("model", 5)),
         "the data fail at 6": (trained_before, fails("data", 6)),
         "the step fails": (trained_before, fails("step", 2)),
-        "the step fails, and the next epoch": (fails("step", 2), tag("retried")),
-        "the model fails, and the next epoch": (fails("model", 5), tag("retried")),
+        "the step fails, and the next epoch": (fails("step", 2), RETRIED),
+        "the model fails, and the next epoch": (fails("model", 5), RETRIED),
+        "the schedule fails, and the next epoch": (heard_schedule, fails("schedule", 2), RETRIED),
     },
 }
 FLOAT16: dict[str, Rows] = {

@@ -28,12 +28,16 @@ def _clips_an_infinity(want: Trace, w: World) -> bool:
 
 
 # What was on the way when an error came is nobody's business, nor are gradients of others.
-_ON_THE_WAY = "passes|loss calls|buffers|random|scaler|steps taken at"
+_ON_THE_WAY = "passes|loss calls|buffers|random|steps taken at"
 FREE = (
     ("kept gradients", lambda _, w: bool({"foreign", "frozen", "early"} & w.tags)),
-    ("result|loss calls", lambda _, w: "float64" in w.tags),
+    ("result", lambda _, w: "float64" in w.tags),
     # Gradients in 16 bits are rounded where a share is multiplied in; the weights show the step.
     ("passes back|gradients|kept|optimizer state", lambda _, w: "the caller's autocast" in w.tags),
+    # Of a model in 16 bits the loss is exact, as a number of float32.
+    ("gradients|kept|weights|optimizer state", lambda _, w: "16 bits" in w.tags),
+    # Whether it is called for a window that is skipped.
+    ("optimizer steps|steps taken at|gradients at|rate", lambda _, w: "fused" in w.tags),
     ("passes|loss calls|random", lambda _, w: "no labels" in w.tags),
     (_ON_THE_WAY, lambda want, w: _broke_off(want, w) or "retried" in w.tags),
 )
@@ -66,10 +70,12 @@ def _clauses(
         "output for": (autocast, "the caller's autocast keeps copies of older weights"),
         "optimizer steps": (step, "a step too many, or none"),
         "steps taken at": ("data", "micro-batches are read ahead of the step"),
+        "modes when data": (autocast, "data are taken in another mode than that of the caller"),
         "passes forward": (passes, "a pass too many or too few, or in another mode or precision"),
         "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
         "passes back": (passes, "backward passes are joined, missing, or under autocast"),
         "gradients at": (gradients, "another divisor, or stale gradients are in it"),
+        "losses that": ("untouched", "what loss_fn has returned is changed in place"),
         "loss": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
         "result": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
         "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
@@ -106,7 +112,7 @@ class WindowLaw(Law):
         helpers = {
             "accumulate": ("_count_samples", "_pair"),
             "accumulate_tokens": ("_count_tokens", "_pair", "_sum_over_tokens"),
-            "train_epoch": ("_count_samples", "_window_step", "_step", "_check_epoch"),
+            "train_epoch": ("_count_samples", "_window_step", "_output", "_step", "_check_epoch"),
         }
         return any(hunk.scope in (self.function, *helpers[self.function]) for hunk in mistake.hunks)
 

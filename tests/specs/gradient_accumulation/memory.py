@@ -2,6 +2,8 @@
 
 activations: 256 rows through four hidden layers of 96 (0.39 MB, three times the gradients G), 8
     micro-batches. At most one micro-batch's pass with one set of gradients, and 0.3 G.
+held_graph: as activations, behind layers that keep their output in an attribute of their node, as
+    fast kernels do. Such memory ends with the node, which ends with the last name for the loss.
 gradients: 24 weights of 64 x 64, 3 rows, 5 micro-batches. At most one micro-batch's pass with one
     set of gradients, and 0.3 G: room for a copy of one gradient at a time, in float64 too.
 data: 64 rows of 4,096 numbers (1 MiB) for a layer of 8, in windows of four that are made when they
@@ -30,14 +32,34 @@ from kit.laws.toys import mlp, mse
 from kit.memory.ruler import bytes_of, measure
 
 CLASSES = 8192
-CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_output"])
-OF_TOKENS = pytest.mark.parametrize("case", ["gradients", "wide_output"])
+CASES = pytest.mark.parametrize("case", ["activations", "held_graph", "gradients", "wide_output"])
+OF_TOKENS = pytest.mark.parametrize("case", ["held_graph", "gradients", "wide_output"])
 CAUSES = {
     "activations": "graphs are kept until the window's end, or micro-batches are joined",
+    "held_graph": "a name still holds the loss, and with it a graph, in the next forward pass",
     "gradients": "gradients are copied: sums, norms and clipping need no second set",
     "wide_output": "a name still holds the output in the backward pass, or outputs are kept",
     "data": "micro-batches are all fetched first or kept, or a window while the next is taken",
 }
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x.relu()
+        return ctx.kept.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (ctx.kept > 0)
+
+
+class Keeping(nn.Module):
+    """ReLU, which keeps its output by itself and not by save_for_backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Keep.apply(x)
+        return result
 
 
 @dataclass
@@ -68,11 +90,13 @@ class Case:
 def of_samples(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Case:
     widths, rows, count = {
         "activations": ((24, 96, 96, 96, 96, 8), 256, 8),
+        "held_graph": ((24, 96, 96, 96, 96, 8), 256, 8),
         "gradients": ((64,) * 25, 3, 5),
         "wide_output": ((4, CLASSES), 64, 3),
         "data": ((4096, 8), 64, 4),
     }[name]
-    model = mlp(*widths, device=device)
+    activation = Keeping if name == "held_graph" else nn.ReLU
+    model = mlp(*widths, device=device, activation=activation)
     inputs = [draw.randn(rows, widths[0], device=device) for _ in range(count)]
     if name == "wide_output":
         targets = [draw.randint(CLASSES, (rows,), device=device) for _ in inputs]
@@ -88,6 +112,9 @@ def of_tokens(name: str, device: torch.device) -> Case:
     if name == "gradients":
         layers = [nn.Embedding(64, 64), *[nn.Linear(64, 64) for _ in range(23)]]
         shape, count, classes = (2, 3), 5, 64
+    if name == "held_graph":
+        layers = [nn.Embedding(64, 24), mlp(24, 96, 96, 96, 96, 8, activation=Keeping)]
+        shape, count, classes = (2, 128), 5, 8
     batches = []
     for _ in range(count):
         targets = draw.randint(classes, shape, device=device)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kit.laws.trace import Planted, PlantedInterrupt, World
+from kit.laws.trace import Planted, PlantedInterrupt, World, autocast_on
 
 
 class Window(NamedTuple):
@@ -67,7 +67,8 @@ def train_epoch(w: World) -> list[Window]:
     size, max_norm, source = w.options["window"], w.options.get("max_norm"), iter(data(w))
     _refuse_unless(size >= 1)
     _refuse_unless(w.dtype in (torch.float32, torch.bfloat16, torch.float16))
-    _refuse_unless((w.grad_scaler is not None) == (w.dtype == torch.float16))
+    has_scaler = w.grad_scaler is not None and w.grad_scaler.is_enabled()
+    _refuse_unless(has_scaler == (w.dtype == torch.float16))
     _refuse_unless(max_norm is None or max_norm > 0)
     results = list[Window]()
     try:
@@ -85,10 +86,13 @@ def train_epoch(w: World) -> list[Window]:
 def data(w: World) -> Any:
     """The micro-batches as an iterator, which notes how many steps were taken at each request."""
     requests = w.notes["steps taken at each request"] = list[int]()
+    modes = w.notes["modes when data are taken"] = set[str]()
 
     def requested() -> Any:
         for batch in w.batches:
             requests.append(len(w.steps))
+            grad = "with" if torch.is_grad_enabled() else "without"
+            modes.add(f"{grad} grad{autocast_on(w.device.type)}")
             w.visits("data")
             yield batch
         requests.append(len(w.steps))
@@ -126,7 +130,8 @@ def _window(w: World, window: list[Any]) -> Window:
 def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor:
     """Add the gradients of these samples' part of the window's mean; the part."""
     with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
-        loss = w.loss_fn(w.model(inputs).float(), targets)
+        output = w.model(inputs)
+        loss = w.loss_fn(output if w.dtype == torch.float32 else output.float(), targets)
     with torch.autocast(w.device.type, enabled=False):
         part = loss * len(inputs) / samples
         (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
@@ -135,6 +140,7 @@ def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor
 
 def _token_backward(w: World, model: Any, inputs: Tensor, targets: Tensor, tokens: int) -> Tensor:
     logits, ignored = model(inputs).flatten(0, 1), w.options.get("ignore_index", -100)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(logits, targets.flatten(), ignore_index=ignored, reduction="none")
     return _add(losses.sum() / tokens)
 

@@ -18,7 +18,15 @@ from kit.laws.twists import Twist, fails, foreign, stale, trained_before, unused
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.laws import FREE, rounding
 from specs.gradient_accumulation.scenarios import IN_AUTOCAST, in_float64, tag
-from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, Shapes, labelled, masked, tokens
+from specs.gradient_accumulation.tokens import (
+    NO_TOKENS,
+    UNEQUAL,
+    Shapes,
+    in_sixteen_bits,
+    labelled,
+    masked,
+    tokens,
+)
 
 CPU = torch.device("cpu")
 
@@ -66,6 +74,7 @@ GROUPS: dict[str, dict[str, Plan]] = {
             (((3, 700, 2049),), ((1, 4, 4),)), (frozen_in_bfloat16,)
         ),
         "the same micro-batch again": Plan(UNEVEN, again=True),
+        "a model in float16": Plan(UNEVEN, in_sixteen_bits(torch.float16)),
         **{f"ignore_index {n}": Plan(UNEVEN, ignore_index=n) for n in (0, 3)},
     },
     "no labels": {
@@ -98,6 +107,7 @@ GROUPS: dict[str, dict[str, Plan]] = {
         },
         **{f"no micro-batch on rank {rank}": _bad({rank: NOTHING}) for rank in (0, 1)},
         "data that cannot be read on rank 1": _bad({1: (UNREADABLE,)}),
+        "a window that cannot be read on rank 0": _bad({0: (UNREADABLE,)}, ((), UNEQUAL)),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
     },
     "names": {

@@ -21,7 +21,12 @@ from specs.gradient_accumulation.tokens import UNEQUAL, labelled, language_model
 
 
 class Window(UserList[Any]):
-    """Micro-batches that are read when somebody asks for them."""
+    """Micro-batches that are read when somebody asks for them, or for their number."""
+
+    def __len__(self) -> int:
+        if self.data[:1] == [UNREADABLE]:
+            raise Planted("the disk is broken")
+        return len(self.data)
 
     def __getitem__(self, at: Any) -> Any:
         if self.data[at] is UNREADABLE:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
 from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
@@ -96,6 +98,36 @@ def in_float64(w: World) -> None:
     w.tags.add("float64")
 
 
+class Checkpointed(nn.Tanh):
+    """Runs again in the backward pass, in the older way that libraries still have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return result
+
+
+def kept_losses(w: World) -> None:
+    """The loss keeps what it returns, as one that logs does."""
+    inner, kept = w.loss, list[Tensor]()
+
+    def loss(*args: Tensor) -> Tensor:
+        kept.append(inner(*args))
+        return kept[-1]
+
+    @contextmanager
+    def outer() -> Iterator[None]:
+        yield
+        w.notes["losses that the loss function kept"] = torch.stack(kept).detach()
+
+    w.loss, w.outer = loss, outer
+
+
+def gradient_of_another(w: World) -> None:
+    """The model has a parameter of another optimizer, which is in the middle of a window."""
+    theirs = w.model.theirs = nn.Parameter(torch.ones(3))
+    theirs.grad, w.foreign = torch.ones(3), ("theirs",)
+
+
 MODES: dict[str, Row] = {
     "dropout in train mode": dropout(),
     "dropout in eval mode": dropout(train=False),
@@ -112,6 +144,7 @@ STEPS: dict[str, Row] = {
     "pairs in lists and named tuples": (pairs,),
     "a model in float64": (in_float64, trained_before),
     "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
+    "a reentrant checkpoint": (insert(Checkpointed),),
 }
 OLDER: dict[str, Row] = {
     "stale gradients": (stale,),
@@ -125,6 +158,7 @@ NO_GRADIENT: dict[str, Row] = {"a parameter without a gradient": (unused,)}
 FOREIGN: dict[str, Row] = {
     "a frozen parameter": (frozen, stale, tag("frozen")),
     "a foreign parameter": (foreign, tag("foreign")),
+    "a gradient that another optimizer will step on": (unused, gradient_of_another),
 }
 
 
@@ -173,6 +207,7 @@ NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "three tensors": ((torch.ones(2, 7), torch.ones(2, 5), torch.ones(2)),),
     "one tensor of two rows": (torch.ones(2, 7),),
     "a tensor and None": ((torch.ones(2, 7), None),),
+    "tensors without dimensions": ((torch.ones(()), torch.ones(())),),
 }
 
 
@@ -197,6 +232,7 @@ ACCUMULATE: dict[str, Rows] = {
     "window": {
         "9, 1 and 4 samples": (),
         "one micro-batch, and a loss that is overwritten": (only(0), overwritten_loss),
+        "a loss that is logged": (kept_losses,),
         "micro-batches of one size, the last smaller": (sizes(3, 3, 3, 3, 2),),
         "12 micro-batches": (sizes(*range(1, 13)),),
         "the same micro-batch again": (repeated,),

@@ -73,6 +73,17 @@ def masked(w: World) -> None:
     w.model.register_forward_hook(lambda _, args, logits: logits + mask.to(logits.device))
 
 
+def in_sixteen_bits(dtype: torch.dtype) -> Row:
+    """A class that is never expected costs 10,000: seven of them are no number of float16."""
+
+    def twist(w: World) -> None:
+        w.model.to(dtype)
+        surprise = torch.tensor([-1e4] * (CLASSES - 1) + [0.0], dtype=dtype)
+        w.model.register_forward_hook(lambda _, args, out: out + surprise.to(out.device))
+
+    return (twist, tag("16 bits"))
+
+
 def no_labels(at: int) -> Row:
     """Micro-batch `at` of four has no label."""
     shapes, padding = [*UNEQUAL[:at], (2, 3, 0), *UNEQUAL[at:3]], CLASSES - 1
@@ -98,6 +109,7 @@ NO_TOKENS: dict[str, tuple[Any, ...]] = {
     "three tensors": ((ids(2, 3), ids(2, 3), ids(2, 3)),),
     "one tensor of two rows": (ids(2, 3),),
     "a tensor and None": ((ids(2, 3), None),),
+    "tensors without dimensions": ((ids(), ids()),),
 }
 NO_LABEL: Rows = {
     f"no label in any place, ignore_index {n}": refused(
@@ -113,6 +125,10 @@ TOKENS: dict[str, Rows] = {
         "2,049 of 2,400 tokens labelled": (of((4, 600, 2049), (1, 4, 4)),),
         "12 micro-batches": (of(*[(2, n, n) for n in range(1, 13)]),),
         "the same micro-batch again": (repeated,),
+    },
+    "16 bits": {
+        "a model in float16": in_sixteen_bits(torch.float16),
+        "a model in bfloat16": in_sixteen_bits(torch.bfloat16),
     },
     "ignore_index": {
         f"ignore_index {n}": (of(*UNEQUAL, ignore_index=n), option(ignore_index=n))
