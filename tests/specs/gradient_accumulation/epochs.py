@@ -227,7 +227,7 @@ FLOAT16: dict[str, Rows] = {
 }
 CALLERS: dict[str, Rows] = {
     "the caller's autocast": {
-        "inside bfloat16": (inside_autocast(torch.bfloat16),),
+        "inside bfloat16": (inside_autocast(torch.bfloat16), tag("bfloat16 afterwards")),
         "inside float16 without cache": (inside_autocast(torch.float16, cache=False),),
     }
 }

@@ -53,7 +53,8 @@ EPOCH_FREE = (
 
 def rounding(w: World) -> float:
     """16 bits are rounded at every operation; where the share is multiplied in is free."""
-    dtype = torch.bfloat16 if "the caller's autocast" in w.tags else w.dtype
+    outer = {"the caller's autocast", "bfloat16 afterwards"} & w.tags
+    dtype = torch.bfloat16 if outer else w.dtype
     return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
 
