@@ -59,8 +59,8 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     Details:
         1. A slice, an expanded or a strided tensor counts as the whole storage behind it, which
            `resize_(0)` may have emptied.
-        2. Optimizer state may lie deep in lists, tuples and dicts, as L-BFGS has it.
-        3. Hyperparameters in `optimizer.param_groups` are not state, even if they are tensors.
+        2. Optimizer state may lie deep in lists, tuples and dicts, or subclasses.
+        3. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
         4. A tensor on the meta device counts the bytes that it would take elsewhere.
         5. Model, gradients and optimizer stay as they are.
     """
@@ -71,12 +71,14 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes that autograd holds for the backward pass of what `forward` returns.
+    """Bytes that autograd holds for backward passes when `forward` has returned.
 
-        held      what was saved while `forward` ran, if the graph of its result still holds it
+        held      what was saved while `forward` ran, if a graph still holds it: that of its result,
+                  or another that somebody keeps, such as an auxiliary loss
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     errors and Ctrl-C come through and are not kept; no hook is left; backward works
+        after     errors and Ctrl-C come through and are not kept, even in a cycle; no hook is left;
+                  backward works, and as under any such hooks need not notice changes in place
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -92,7 +94,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         2. A saved input counts.
         3. Once the caller drops the result, its graph is freed without the garbage collector.
         4. Saved-tensor hooks of the caller are in force again afterwards.
-        5. Gradients, modes and the random stream are as `forward` alone would leave them.
+        5. Gradients, modes, memory and the random stream are as `forward` alone would leave them.
     """
     raise NotImplementedError
 
@@ -109,15 +111,16 @@ def peak_memory(
 
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
-        retained  what the step frees is subtracted; may be negative
-        after     errors and Ctrl-C come through and are not kept; no dispatch mode is left
+        retained  what the step frees is subtracted; a cycle not yet collected is alive
+        after     errors and Ctrl-C come through and are not kept, even in a cycle; no dispatch mode
+                  is left
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
     Args:
         step: called once; its result is dropped before `retained` is read.
         device: "cpu", "cuda" or "cuda:N", or a torch.device; only its memory counts.
-        existing: older tensors that the step uses or frees; on the cpu, they are the baseline.
+        existing: all older tensors that the step uses or frees; on the cpu, they are the baseline.
 
     Raises:
         other devices, and absent ones.
@@ -178,9 +181,9 @@ def training_bytes(
         2. Frozen weights are divided at stage 3 as others are.
         3. The result is exact for every count; an odd half byte is rounded up.
         4. 0 is a count, of parameters and of adapters.
-        5. A number that is not an int, such as 7e9 or ranks=2.0, raises TypeError.
+        5. A number that is not an int (7e9, ranks=2.0, np.int32(7)) raises TypeError.
     """
     raise NotImplementedError
 
 
-# untouched stub 948d96d2f971
+# untouched stub d3d538c8cf79

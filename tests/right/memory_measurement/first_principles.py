@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,9 +50,8 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield from _storages(part)
 
 
-def _tensors(root: object, *, attributes: bool) -> Iterator[Tensor]:
-    """Every tensor in nested containers and, if asked, in the attributes of plain objects."""
-    opaque = (nn.Module, Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
+def _tensors(root: object) -> Iterator[Tensor]:
+    """Every tensor in nested containers."""
     todo, seen = [root], {}
     while todo:
         item = todo.pop()
@@ -66,8 +64,6 @@ def _tensors(root: object, *, attributes: bool) -> Iterator[Tensor]:
             todo.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):
             todo.extend(item)
-        if attributes and not isinstance(item, (Tensor, *opaque)):
-            todo.extend(getattr(item, "__dict__", {}).values())
 
 
 class _Tally:
@@ -107,9 +103,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
         gradients=tally.claim(p.grad for p in model.parameters() if p.grad is not None),
         buffers=tally.claim(model.buffers()),
         optimizer=(
-            0
-            if optimizer is None
-            else tally.claim(_tensors(list(optimizer.state.values()), attributes=False))
+            0 if optimizer is None else tally.claim(_tensors(list(optimizer.state.values())))
         ),
     )
 
@@ -130,28 +124,6 @@ class _Slip:
         return self.tensor
 
 
-def _packed_in_graph(result: object, since: int) -> Iterator[object]:
-    """What newer nodes under `result` hold: our slips, what other hooks packed, plain tensors."""
-    todo = [t.grad_fn for t in _tensors(result, attributes=True)]
-    seen: dict[int, Any] = {}
-    while todo:
-        node = todo.pop()
-        if node is None or id(node) in seen or node._sequence_nr() <= since:
-            continue
-        seen[id(node)] = node
-        todo.extend(child for child, _ in node.next_functions)
-        for name in dir(node):
-            if not name.startswith("_raw_saved_"):
-                continue
-            try:
-                raw = getattr(node, name)
-                for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-                    if saved is not None:
-                        yield saved.data  # as packed: no unpack hook runs, nothing is recomputed
-            except RuntimeError:
-                continue  # a backward inside `forward` has freed this one already
-
-
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     if not callable(forward):
         raise TypeError(f"forward must be callable, not {type(forward).__name__}")
@@ -163,34 +135,17 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         ledger.append(weakref.ref(slip))
         return slip
 
-    with torch.enable_grad():  # nodes are numbered in the order in which they are made
-        since = torch.ones((), requires_grad=True).neg().grad_fn._sequence_nr()
     with saved_tensors_hooks(pack, _Slip.redeem):
         result = forward()
-    gc.collect()  # a graph that only a reference cycle holds is gone
 
-    counted: dict[int, Tensor] = {}
-    for packed in _packed_in_graph(result, since):
-        for item in (packed,) if isinstance(packed, _Slip) else _tensors(packed, attributes=True):
-            tensor = item.tensor if isinstance(item, _Slip) else item
-            counted[id(tensor)] = tensor
-
-    # Some saves are behind nodes that cannot be walked to (the inputs of a checkpoint, a view
-    # written in place). They belong to the result if they go when the result goes.
-    unwalked = {
-        ref: slip.tensor
-        for ref in ledger
-        if (slip := ref()) is not None and id(slip.tensor) not in counted
-    }
-    slip = packed = item = tensor = result = None
-    gc.collect()
-
+    # A slip that is still there is held by a graph, whoever keeps that graph.
+    counted = [slip.tensor for ref in ledger if (slip := ref()) is not None]
+    slip = None
+    del result
     tally = _Tally()
     tally.claim(model.parameters())
     tally.claim(model.buffers())
-    return tally.claim(counted.values()) + tally.claim(
-        tensor for ref, tensor in unwalked.items() if ref() is None
-    )
+    return tally.claim(counted)
 
 
 # Part 3
@@ -237,10 +192,10 @@ class _LiveStorages(TorchDispatchMode):
         # we had not been told of it. torch.tensor(...) is the exception: lift_fresh shows it first.
         passed = set()
         if func is not torch.ops.aten.lift_fresh.default:
-            for tensor in _tensors((args, kwargs), attributes=False):
+            for tensor in _tensors((args, kwargs)):
                 passed.update(storage._cdata for storage in _storages(tensor))
         out = func(*args, **kwargs)
-        for tensor in _tensors(out, attributes=False):
+        for tensor in _tensors(out):
             for storage in _storages(tensor):
                 if storage._cdata in self._known or storage._cdata not in passed:
                     self.enter(storage)
@@ -274,7 +229,6 @@ def peak_memory(
         baseline = torch.cuda.memory_allocated(where)
         step()
         peak = torch.cuda.max_memory_allocated(where)
-        gc.collect()
         return PeakMemory(baseline, peak, torch.cuda.memory_allocated(where) - baseline)
 
     watch = _LiveStorages()
@@ -294,7 +248,6 @@ def peak_memory(
 
         with mock.patch.object(torch.UntypedStorage, "resize_", resized), watch:
             step()
-        gc.collect()
         return PeakMemory(baseline, watch.peak, watch.live - baseline)
     finally:
         watch.close()

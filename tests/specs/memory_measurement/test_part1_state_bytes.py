@@ -35,6 +35,14 @@ def with_state(model, **state):
     return optimizer
 
 
+class OwnList(list):
+    """As libraries derive one."""
+
+
+class OwnDict(dict):
+    """Likewise."""
+
+
 def with_buffers(model=None, **tensors):
     model = model or nn.Module()
     for name, tensor in tensors.items():
@@ -145,6 +153,8 @@ class TestPart1StateBytes:
         optimizer.state["shared"] = torch.zeros(5)
         want = (24, 0, 0, 4 * 9 + 2 * 4 + 13 + 4 * 5)
         yield "an ordered dict, a named tuple, 8-bit codes, no dict", want, model, optimizer
+        optimizer = with_state(model, own=OwnDict(m=OwnList([torch.zeros(9)])))
+        yield "subclasses of dict and list", (24, 0, 0, 4 * 9), model, optimizer
 
     @pytest.mark.survives("state_bytes", 3)
     @counts("something else than optimizer.state is counted")

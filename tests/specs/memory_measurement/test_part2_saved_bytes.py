@@ -18,7 +18,8 @@ from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.scenarios import scenarios
 from kit.laws.snapshot import Snapshot
 from kit.laws.toys import mlp
-from kit.memory.ruler import collector_paused
+from kit.memory.ruler import collector_paused, measure
+from specs.memory_measurement.failing import check_nothing_waits
 
 
 @scenarios("saved bytes")
@@ -53,8 +54,8 @@ def emptied(saved):
 
 class TestPart2SavedBytes:
     @pytest.mark.works("saved_bytes", "held")
-    @counts("below: the graph is gone by then; above: weights, copies or an older graph are in it")
-    def test_counts_what_the_graph_of_the_result_holds(self):
+    @counts("below: a graph is gone by then or not found; above: weights, copies, an older graph")
+    def test_counts_what_graphs_still_hold(self):
         """Two layers: the input (11 x 7) for a weight, the ReLU's result (11 x 13) for the next."""
         layers = nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5)
         model, rows = nn.Sequential(*layers), torch.ones(11, 7)
@@ -70,7 +71,11 @@ class TestPart2SavedBytes:
         yield "rows by index", 4 * 36 + 8 * 3, lambda: x.exp()[index]
         yield "what the step before has saved", 4 * 36, x.exp().tanh
         kept = []
-        yield "a result that the caller keeps", 4 * 36, lambda: kept.append(x.exp()) or kept
+        keep = lambda y: kept.append(y) or y  # noqa: E731
+        yield "a result that the caller keeps", 4 * 36, lambda: {"out": (keep(x.exp()), None)}
+        yield "an auxiliary loss", 4 * 36 + 4 * 36, lambda: (keep(x.sigmoid().mean()), x.tanh())[1]
+        links = [torch.neg] * 1500
+        yield "1,500 operations", 4 * 36, lambda: reduce(lambda y, link: link(y), links, x.exp())
         yield "another beside it", 4 * 36, x.tanh
         yield "a pass under no_grad", 0, torch.no_grad()(lambda: x.exp())
         with torch.no_grad():
@@ -98,6 +103,8 @@ class TestPart2SavedBytes:
         layer, there = nn.Linear(6, 3, device="meta"), leaf(5, 6, device="meta")
         yield "on meta", 4 * 5 * (6 + 3), lambda: layer(there).tanh(), layer
         yield "an expanded row", 4 * 6, lambda: w * row.expand(40, 6)
+        residual = lambda y, _: y + y.exp()  # noqa: E731
+        yield "40 residual blocks", 40 * 4 * 10, lambda: reduce(residual, range(40), x)
 
     @pytest.mark.exact("saved_bytes", "left out")
     @counts("what is saved of a parameter may be a view of it: ask for the storages of this model")
@@ -133,7 +140,9 @@ class TestPart2SavedBytes:
     @pytest.mark.parametrize("end", ENDINGS)
     def test_leaves_no_hook(self, answer, device, end):
         x = leaf(12, device=device)
-        check_ending(lambda forward: answer.saved_bytes(forward, nn.Module()), end, x.exp)
+        call = lambda forward: answer.saved_bytes(forward, nn.Module())  # noqa: E731
+        check_ending(call, end, x.exp)
+        check_nothing_waits(call, end, device)
 
     @pytest.mark.saves("saved_bytes", "held")
     def test_shows_what_checkpointing_saves(self, answer, reference, device):
@@ -211,14 +220,18 @@ class TestPart2SavedBytes:
     def test_changes_nothing_that_forward_does_not(self, answer, device):
         model, x = mlp(4, 3, 2, device=device, activation=nn.Dropout), leaf(5, 4, device=device)
         model(x).sum().backward()
-        before, randoms = Snapshot(model, SGD(model.parameters())), []
+        before, randoms, held = Snapshot(model, SGD(model.parameters())), [], []
         for run in (lambda forward: forward(), lambda forward: answer.saved_bytes(forward, model)):
             draw.seed(5)
-            run(lambda: model(x))
+            kept = []
+            step = lambda run=run, kept=kept: run(lambda: kept.append(model(x)))  # noqa: E731
+            held.append(measure(step, device, known=[model, x]).retained)
             randoms.append(draw.next_random(device))
         before.check_unchanged("the count", cause="gradients are cleared, or a backward pass runs")
         cause = "the random state is set or put back, or forward runs twice"
         check_equal(randoms[1], randoms[0], "the next random numbers", cause=cause)
+        cause = "copies are saved, and live beside what they were made of"
+        check_equal(held[1], held[0], "bytes alive while the result is", cause=cause)
 
     @pytest.mark.survives("saved_bytes", "Raises")
     def test_refuses_what_is_no_model(self, answer):

@@ -15,7 +15,8 @@ from kit.laws.checks import check, check_bar, check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import Block, mlp
-from kit.memory.ruler import LiveBytes, measure
+from kit.memory.ruler import LiveBytes, collector_paused, measure
+from specs.memory_measurement.failing import check_nothing_waits
 
 KIB = 1024
 
@@ -40,6 +41,20 @@ def agrees_with_the_ruler(answer, device, name, model, make=None, rows=20):
 
 def floats(kib, **options):
     return torch.ones(kib * KIB // 4, **options)
+
+
+def chain(kib, links):
+    """The last of some results in a row, each of which is freed when the next is there."""
+    y = floats(kib)
+    for _ in range(links):
+        y = y.neg()
+    return y
+
+
+def in_a_cycle(tensor):
+    """A list that holds a tensor and itself."""
+    cycle = [tensor]
+    cycle.append(cycle)
 
 
 class TestPart3PeakMemory:
@@ -97,20 +112,28 @@ class TestPart3PeakMemory:
         yield "rows with gaps", (0, 1, 1), lambda: kept.append(gaps())
 
     @pytest.mark.exact("peak_memory", "retained")
-    @counts("what existed is kept alive by the measurement, or never taken off")
+    @counts("what existed is kept or never taken off, or an address is taken for a storage")
     def test_gives_back_what_is_freed(self):
         held = [floats(4), floats(1)]
         change = lambda: held.append((floats(2), held.pop())[0])  # noqa: E731
         yield "one for another", (5, 2, 1), change, iter(held[:])
         p = nn.Parameter(floats(8))
         yield "data are replaced", (8, 2, -6), lambda: setattr(p, "data", floats(2)), [p]
+        kept = []
+        chains = lambda: kept.extend(chain(4, links) for links in range(8))  # noqa: E731
+        yield "the ends of 8 chains", (0, 7 * 4 + 2 * 4, 8 * 4), chains
+        with collector_paused() as collect:
+            yield "a cycle left behind", (0, 4, 4), lambda: in_a_cycle(floats(4))
+            collect()
 
     @pytest.mark.exact("peak_memory", "after")
     @pytest.mark.parametrize("end", ENDINGS)
     def test_leaves_no_mode(self, answer, device, end):
         LiveBytes().__enter__()  # a mode of the caller's
         x = torch.ones(2, device=device)
-        check_ending(lambda step: answer.peak_memory(step, device), end, x.exp)
+        call = lambda step: answer.peak_memory(step, device)  # noqa: E731
+        check_ending(call, end, x.exp)
+        check_nothing_waits(call, end, device)
 
     @pytest.mark.exact("peak_memory", "step")
     @counts("a warm-up run changes the state, or the result is kept, or gradients are put on")
@@ -172,13 +195,16 @@ class TestPart3PeakMemory:
             yield f"a step under {mode.__name__}", (0, 2, 2), step
 
     @pytest.mark.survives("peak_memory", 2)
-    @counts("a list of `existing`, or a loop's variable, keeps them alive")
+    @counts("a list or a loop's variable keeps them alive, or the emptying counts as the step")
     def test_empties_an_iterator_and_keeps_nothing(self):
         for kind in (iter, lambda held: (t for t in held)):
             held = [floats(3), floats(5)]
             step = lambda held=held: (held.clear(), floats(8))[0]  # noqa: E731
             existing = kind(held[:])
             yield f"8 KiB for 8, {type(existing).__name__}", (8, 0, -8), step, existing
+        held = [floats(3), floats(5)]
+        finite = (t for t in held if t.mul(2).isfinite().all())
+        yield "a generator that computes", (8, 0, 0), lambda: None, finite
 
     @pytest.mark.survives("peak_memory", 3)
     @counts("the peak is that of operations only, or of an earlier measurement")

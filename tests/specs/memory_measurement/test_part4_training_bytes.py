@@ -1,5 +1,6 @@
 """The closed form, compared with published figures and with sums on the page."""
 
+import numpy as np
 import pytest
 
 from kit.laws.checks import check_raises
@@ -8,7 +9,7 @@ from kit.laws.scenarios import scenarios
 
 def call(answer, words):
     """The arguments as one writes them."""
-    return eval(f"training_bytes({words})", {"training_bytes": answer.training_bytes})
+    return eval(f"training_bytes({words})", {"training_bytes": answer.training_bytes, "np": np})
 
 
 @scenarios("bytes")
@@ -116,9 +117,12 @@ class TestPart4TrainingBytes:
         yield "0, 'lora_4bit', trainable=3, zero_stage=3, ranks=2", 32
 
     @pytest.mark.survives("training_bytes", 5)
-    def test_refuses_a_float(self, answer):
-        bad = {"7e9, 'adam'": 7e9, "10, 'adam', ranks=2.0": 2.0}
-        bad |= {f"10, 'lora_4bit', trainable={n}": n for n in (2.5, 3.0)}
+    def test_refuses_what_is_no_int(self, answer):
+        """Also where the value would be refused: 0.5 and -2.5 are no counts of the wrong size."""
+        bad = {"7e9, 'adam'": 7e9, "np.int32(7), 'adam'": 7, "-2.5, 'adam'": -2.5}
+        bad |= {f"10, 'adam', ranks={n}": n for n in (2.0, 0.5)}
+        bad |= {f"10, 'adam', zero_stage={n}": n for n in (2.0, 3.5)}
+        bad |= {f"10, 'lora_4bit', trainable={n}": n for n in (2.5, 3.0, -0.5)}
         check_refusals(answer, TypeError, bad)
 
     @pytest.mark.survives("training_bytes", "Raises")
