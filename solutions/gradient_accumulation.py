@@ -174,7 +174,7 @@ def _count_tokens(micro_batches: Sequence[Batch], ignore_index: int) -> int:
 
 def _sum_over_tokens(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()  # a sum over thousands of tokens is no number of 16 bits
+        logits = logits.float()  # a sum over thousands of tokens does not fit into 16 bits
     # reduction="mean" would divide by this micro-batch's tokens, and by 0 where it has none.
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
