@@ -96,8 +96,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete checkpoint, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: weights, persistent buffers,
-                 optimizer state and settings, such as learning rates, are those that were saved
+        goes on  training continues as if it had not stopped: weights, persistent buffers, extra
+                 state, optimizer state and settings, such as learning rates, are those that were
+                 saved
         drops    gradients, of all parameters
         memory   a rank takes at most its own part once more, and two whole parameters; a mapped
                  file counts whole
@@ -106,8 +107,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved; its values do not matter.
-        optimizer: of the same class and groups; it may have no state yet.
+        model: sharded, of the class that was saved, between two steps; its values do not matter.
+        optimizer: of the same class and groups; with any state, or none.
 
     Returns:
         the step that was saved.
@@ -126,7 +127,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
         contents  the state dict of the model without shards, extra state too: ordinary tensors on
-                  the cpu
+                  the cpu, a tied one once, and no padding
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter
         whole     the file is complete or not there; one from before stays until then, if the
@@ -142,7 +143,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Load weights from the file of `save_whole`, or of one process, into a sharded model.
+    """Load the file of `save_whole`, or of one process, into a sharded model; extra state too.
 
         in place  the optimizer's parameters are the ones that are set
 
@@ -159,4 +160,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub a310d2f9ba90
+# untouched stub 0b08d9013fe7

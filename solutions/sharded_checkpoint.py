@@ -164,8 +164,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete checkpoint, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: weights, persistent buffers,
-                 optimizer state and settings, such as learning rates, are those that were saved
+        goes on  training continues as if it had not stopped: weights, persistent buffers, extra
+                 state, optimizer state and settings, such as learning rates, are those that were
+                 saved
         drops    gradients, of all parameters
         memory   a rank takes at most its own part once more, and two whole parameters; a mapped
                  file counts whole
@@ -174,8 +175,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved; its values do not matter.
-        optimizer: of the same class and groups; it may have no state yet.
+        model: sharded, of the class that was saved, between two steps; its values do not matter.
+        optimizer: of the same class and groups; with any state, or none.
 
     Returns:
         the step that was saved.
@@ -185,23 +186,27 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         folder. The weights stay as they are.
     """
 
-    def find() -> tuple[Path, list[str]]:
+    def find() -> tuple[Path, dict[str, Any]]:
         newest = _newest(folder)
         if newest is None:
             raise ValueError(f"no checkpoint in {folder}")
         saved = FileSystemReader(newest).read_metadata().state_dict_metadata
         there = {n[6:]: getattr(e, "size", None) for n, e in saved.items() if n[:6] == "model."}
         _check_same_shapes(newest, there, _shapes(model.state_dict()))
-        return newest, [*saved]
+        return newest, saved
 
-    newest, names = _together(find)
+    newest, saved = _together(find)
     # What the optimizer's groups lack, such as a scheduler's settings, needs a place to be read to.
-    for name in names:
+    for name, entry in saved.items():
         if name.startswith("optimizer.param_groups."):
             group, key = name.split(".", 3)[2:]
-            optimizer.param_groups[int(group)].setdefault(key, None)
-    # With gradients around, the optimizer's state would not be made, and so not be loaded either.
+            size = getattr(entry, "size", None)  # of a setting that is a tensor
+            place = None if size is None else torch.empty(size, dtype=entry.properties.dtype)
+            optimizer.param_groups[int(group)].setdefault(key, place)
+    # The optimizer's state is made anew, to be read to: not with gradients around, and not where
+    # there is some, such as that of a parameter that was frozen when the checkpoint was saved.
     model.zero_grad()
+    optimizer.state.clear()
     weights, state = get_state_dict(model, optimizer)
     dcp.load(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=newest
@@ -248,7 +253,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
         contents  the state dict of the model without shards, extra state too: ordinary tensors on
-                  the cpu
+                  the cpu, a tied one once, and no padding
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter
         whole     the file is complete or not there; one from before stays until then, if the
@@ -266,6 +271,15 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     def write() -> None:
         if dist.get_rank() == 0:
+            # What was gathered is a view, and torch.save would write the padding behind it as
+            # well: a copy of each without, and one for all names of a tied weight.
+            copies: dict[Any, Any] = {}
+            for name, value in model.state_dict(keep_vars=True).items():
+                whole: Any = weights[name]
+                if isinstance(whole, torch.Tensor):
+                    if value not in copies:
+                        copies[value] = whole.clone()
+                    weights[name] = copies[value]
             partial = Path(f"{os.fspath(path)}.partial")
             torch.save(weights, partial)
             os.replace(partial, path)
@@ -274,7 +288,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Load weights from the file of `save_whole`, or of one process, into a sharded model.
+    """Load the file of `save_whole`, or of one process, into a sharded model; extra state too.
 
         in place  the optimizer's parameters are the ones that are set
 

@@ -1,7 +1,8 @@
-"""Trouble with files on a rank: a kill between two operations, a full disk, a slow one."""
+"""Trouble with files on a rank: a kill between two operations, a full disk, a slow one, another."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import resource
@@ -26,13 +27,19 @@ Before = Callable[[str], object]
 
 
 class _Watch:
-    """Calls `before` at each operation on files under `folder` that changes something."""
+    """Calls `before` at each operation on files under `folder` that changes something.
+
+    What is not beside the folder is on another disk, as the system's temporary folder often is:
+    from there nothing can be renamed.
+    """
 
     def __init__(self) -> None:
         self.folder = ""
         self.before: Before = lambda opened: None
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.folder and event == "os.rename" and self._comes_from_another_disk(*args[:2]):
+            raise OSError(errno.EXDEV, "Invalid cross-device link", args[0])
         if not self.folder or not self._writes(event, args):
             return
         folder, self.folder = self.folder, ""  # what `before` does is not looked at
@@ -52,6 +59,11 @@ class _Watch:
         if not written or not isinstance(args[0], (str, bytes, os.PathLike)):
             return False
         return os.fsdecode(args[0]).startswith(self.folder)
+
+    def _comes_from_another_disk(self, source: Any, target: Any) -> bool:
+        here = os.fsdecode(target).startswith(self.folder)
+        beside = os.path.dirname(self.folder)
+        return here and not os.path.abspath(os.fsdecode(source)).startswith(beside)
 
 
 def _emptied(args: tuple[Any, ...]) -> str:
@@ -85,9 +97,9 @@ def slow(folder: Path) -> Any:
 
 @contextmanager
 def no_room() -> Iterator[None]:
-    """No file of this process may become longer than 200 bytes."""
+    """No file of this process may grow: not a byte can be written, so nothing is too small."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
         yield
     finally:

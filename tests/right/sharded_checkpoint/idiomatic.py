@@ -246,9 +246,14 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
 
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    _shards(model)
+    names = {param: name for name, param in _shards(model).items()}
+    tied = dict(model.named_parameters(remove_duplicate=False))
     state = model.state_dict()
     for name, value in state.items():
+        first = names[tied[name]] if name in tied else name
+        if first != name:
+            state[name] = state[first]  # one tensor in the file
+            continue
         # Gathered one by one; only rank 0 keeps them. Clones, for a whole one may be a padded view.
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0 and isinstance(whole, Tensor):

@@ -52,16 +52,16 @@ class Thin(Block):
 
 
 class Tiny(nn.Module):
-    """Two parameters, of 16 bits: files take as long as they have tensors."""
+    """Two parameters, of 16 and of 64 bits: files take as long as they have tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Thin()])
-        self.head = nn.Linear(FEATURES, OUTPUTS, bias=False)
         self.to(torch.bfloat16)
+        self.head = nn.Linear(FEATURES, OUTPUTS, bias=False, dtype=torch.float64)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.blocks[0](inputs))
+        return self.head(self.blocks[0](inputs).double())
 
 
 class Rich(Model):
@@ -71,14 +71,16 @@ class Rich(Model):
         super().__init__(blocks=1, tied=True)
         self.scale = torch.full((OUTPUTS,), 2.0)
         self.register_buffer("seen", torch.tensor([2**40 + 1]))
+        self.register_buffer("tiny", torch.tensor([1e-60], dtype=torch.float64))
         self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.version = "version 3"
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
     def get_extra_state(self) -> str:
-        return "version 3"
+        return self.version
 
     def set_extra_state(self, state: str) -> None:
-        pass
+        self.version = state
 
 
 class Spare(Model):
@@ -100,7 +102,12 @@ BLOCK_TYPES = (Block, Outer, Twice)  # the last one is a whole model
 
 
 def init(module: nn.Module, each_name: bool = False) -> None:
-    """Random values for all that is the module's own: whoever is out of order gets other ones."""
+    """Random values for all that is the module's own: whoever is out of order gets other ones.
+
+    Where there is nothing to set a number is drawn all the same: an `init` may do so.
+    """
+    if not has_own(module):
+        torch.rand(())
     for p in module.parameters(recurse=False):
         nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
     if each_name and hasattr(module, "offset_again"):
@@ -110,6 +117,10 @@ def init(module: nn.Module, each_name: bool = False) -> None:
             buffer.uniform_(0.5, 1.5)
         else:
             buffer.fill_(3)
+
+
+def has_own(module: nn.Module) -> bool:
+    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
 
 def alone(
@@ -159,7 +170,7 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
 
 
 def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optimizer:
-    """Two groups of parameters; the vectors have a learning rate of their own."""
+    """Two groups of parameters; the vectors have a learning rate of their own, a number."""
     every = [*parameters]
     optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
     optimizer.add_param_group({"params": [p for p in every if p.ndim == 1], "lr": lr / 2})
@@ -212,6 +223,14 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def tied(seed: int = 4) -> Model:
     draw.seed(seed)
     return freeze(Rich(), ["blocks.0.up", "head.bias"])
+
+
+def other(model: Model) -> Model:
+    """With other buffers and another extra state than those of `tied`."""
+    for buffer in model.buffers():
+        buffer.fill_(7)
+    model.version = "version 1"
+    return model
 
 
 def evaluate(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from specs.sharded_checkpoint.models import (
     SEED,
     Tiny,
     alone,
+    has_own,
     init,
     momentum,
     sharded,
@@ -65,6 +66,9 @@ def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
     found = {
         "modules are initialised from the inside out": values(
             alone(kind, order=lambda m: reversed([*m.modules()]))
+        ),
+        "modules without parameters and buffers are left out": values(
+            alone(kind, order=lambda m: [x for x in m.modules() if has_own(x)])
         ),
         "the tie: a tied parameter is drawn once for each of its names": values(
             alone(kind, init=functools.partial(init, each_name=True))

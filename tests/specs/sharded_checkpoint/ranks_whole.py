@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,20 @@ from kit.laws.checks import check_close, check_equal
 from kit.memory.account import Account, account
 from kit.ranks.disk import Copies, before_each_write, load_file, no_room, slow
 from kit.ranks.rank import device
-from kit.ranks.shards import weights
+from kit.ranks.shards import gradients, weights
 from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     adamw,
     evaluate,
     momentum,
     move,
+    other,
     sharded,
     small,
     step,
     tied,
 )
-from specs.sharded_checkpoint.ranks import error_of, refuses
+from specs.sharded_checkpoint.ranks import check_others, error_of, refuses
 
 
 def save_whole_after(answer: Any, rank: int, path: Path) -> dict[str, Any]:
@@ -45,19 +46,23 @@ def save_whole_after(answer: Any, rank: int, path: Path) -> dict[str, Any]:
 
 def load_whole_into(answer: Any, rank: int, path: Path) -> None:
     """The weights that were loaded, and the losses of two steps, as in one process."""
-    one, model = tied().to(device()), sharded(tied(seed=9))
-    with torch.no_grad():
-        model.scale.fill_(7.0)
-        model.seen.fill_(7)
+    one, model = tied().to(device()), sharded(other(tied(seed=9)))
     own, optimizer = momentum(one.parameters()), momentum(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = gradients(model)
     evaluate(model)
     answer.load_whole(str(path), model)
     cause = "a rank has not got its part of every weight"
     check_equal(weights(model), weights(one), "weights", cause=cause)
+    check_others(model)
+    after = gradients(model)
     cause = "the parameters were replaced: those that the optimizer has are others"
     for number in (0, 1):
         want, got = step(one, own, number, is_alone=True), step(model, optimizer, number)
         check_close(got, want, f"loss of step {number + 1}", cause=cause, rtol=1e-4)
+    cause = "load_whole is about weights: nobody has asked it to drop gradients"
+    check_equal(after, before, "gradients", cause=cause)
 
 
 def refuses_files(answer: Any, rank: int, files: Sequence[tuple[Path, str]]) -> None:
@@ -69,15 +74,30 @@ def refuses_files(answer: Any, rank: int, files: Sequence[tuple[Path, str]]) -> 
         refuses(answer.load_whole, path, model, optimizer, [name, path], what)
 
 
-def save_whole_without_room(answer: Any, rank: int, path: Path) -> str:
-    """Rank 0 writes, and cannot; what each rank raises."""
+def save_whole_in_trouble(answer: Any, rank: int, path: Path, trouble: str) -> str:
+    """Rank 0 has no room, or Ctrl-C comes as it begins to write; what each rank raises."""
     model, _ = small()
-    with no_room() if rank == 0 else nullcontext():
+    left = [trouble]
+
+    def interrupt(_: str) -> None:
+        if left:  # once: what clears up is not in trouble
+            left.pop()
+            raise KeyboardInterrupt
+
+    with ExitStack() as stack:
+        if rank == 0:
+            ctrl_c = trouble == "Ctrl-C"
+            stack.enter_context(before_each_write(path.parent, interrupt) if ctrl_c else no_room())
         return error_of(lambda: answer.save_whole(path, model))
 
 
-def killed_save_whole(answer: Any, rank: int, folder: Path) -> list[tuple[str, list[str]]]:
-    """One rank: the names in the file if save_whole were killed at an operation on a file."""
+def killed_save_whole(
+    answer: Any, rank: int, folder: Path
+) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    """One rank: what is in the file if save_whole were killed at an operation on a file; and new.
+
+    The system's temporary folder is on another disk.
+    """
     model, _ = small()
     copies = Copies(folder / "run-\u00e9")
     copies.folder.mkdir()
@@ -86,7 +106,7 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> list[tuple[str, l
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save_whole(path, model)
     copies.take("not killed")
-    return [(when, sorted(load_file(copy / path.name))) for when, copy in copies.made]
+    return [(when, load_file(copy / path.name)) for when, copy in copies.made], weights(model)
 
 
 def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:

@@ -11,7 +11,7 @@ import pytest
 from kit.laws.checks import check_bar, check_equal
 from kit.ranks.shards import shard_bytes, whole_bytes
 from kit.ranks.toys import make
-from specs.sharded_checkpoint import ranks
+from specs.sharded_checkpoint import ranks, ranks_folder
 
 WIDTH = 48
 
@@ -32,9 +32,10 @@ class TestPart2SaveAndLoad:
     ):
         """Weights, buffers, state and settings to the bit; the next steps within rounding.
 
-        What it is loaded into has trained otherwise, with other rates, and has gradients; or it is
-        new, and has been evaluated. Some weights are tied, some frozen, and four ranks are too many
-        for some rows.
+        What it is loaded into has trained otherwise, all of it, with other rates, and has
+        gradients; or it is new, and has been evaluated. Some weights are tied, some frozen, and
+        four ranks are too many for some rows. One learning rate is a tensor. A buffer that is not
+        persistent stays.
         """
         key = answer, saving, kind
         if key not in _saved:
@@ -46,7 +47,7 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("load", "goes on")
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
-        """Weights of 16 bits; Adam counts its steps in float32, and has come to 257."""
+        """Weights of 16 and of 64 bits; Adam counts its steps in float32, and has come to 257."""
         world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
 
     @pytest.mark.exact("load", "drops")
@@ -57,7 +58,7 @@ class TestPart2SaveAndLoad:
     @pytest.mark.exact("save", "older")
     def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
         """Three checkpoints take three times the bytes of one."""
-        world.run(answer, ranks.save_often, tmp_path / "run")
+        world.run(answer, ranks_folder.save_often, tmp_path / "run")
 
     @pytest.mark.exact("save", "untouched")
     def test_training_goes_on_with_what_is_there(self, answer, world, tmp_path):
@@ -66,8 +67,8 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
-        """Checkpoints 2, 10, 9,999 and 10,000, and a copy of one that was made by hand."""
-        world.run(answer, ranks.step_rules, tmp_path / "run")
+        """Checkpoints 2, 10, 9,999 and 10,000; a copy by hand, and files of somebody else."""
+        world.run(answer, ranks_folder.step_rules, tmp_path / "run")
 
     @pytest.mark.saves("save", "memory")
     def test_a_rank_saves_its_own_part_only(self, answer, reference, world, tmp_path):
@@ -86,7 +87,7 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.survives("load", "Raises")
     def test_refuses_the_checkpoint_of_another_model(self, answer, world, tmp_path):
-        """Of one that has more as well: its names would all be found."""
+        """Of one that has more as well: its names would all be found. Gradients stay, too."""
         world.run(answer, ranks.another_model, tmp_path / "run")
 
     @pytest.mark.survives("load", "together")

@@ -37,15 +37,20 @@ class TestPart3SaveInterrupted:
     @pytest.mark.survives("save", 2)
     @pytest.mark.parametrize("full_on", [0, 1])
     def test_every_rank_raises_where_one_cannot_write(self, answer, world, tmp_path, full_on):
-        """The disk is full for one of two ranks: no file of it may grow beyond 200 bytes."""
-        folder = tmp_path / "run"
-        for rank, got in enumerate(world.run(answer, ranks_interrupted.full_disk, folder, full_on)):
+        """The disk is full for one of two ranks: no file of it may grow by a byte."""
+        results = world.run(answer, ranks_interrupted.full_disk, tmp_path / "run", full_on)
+        causes = {
+            full_on: "an error in writing is swallowed, or this rank writes no part of its own",
+            1 - full_on: "the ranks do not tell each other how writing has ended",
+        }
+        for rank, cause in causes.items():
             check(
-                got["raised"] != "",
+                results[rank]["raised"] != "",
                 expected=f"an error on rank {rank}: rank {full_on} could not write its part",
                 got="no error",
-                cause="the ranks do not tell each other how writing has ended",
+                cause=cause,
             )
+        for got in results:
             cause = "a save that failed has spoiled the checkpoint before"
             check_equal(got["before"], (1, []), "step loaded, and what differs", cause=cause)
             cause = "what is left of a save that failed is in the way of the next one"
@@ -75,7 +80,10 @@ class TestPart3SaveInterrupted:
 
     @pytest.mark.survives("save", 3)
     def test_a_save_that_fails_at_its_end_is_no_checkpoint(self, answer, worlds, tmp_path):
-        """Both ranks have written, and rank 0 cannot do the last thing; one rank goes on."""
+        """Both ranks have written, and Ctrl-C comes on rank 0 before the last thing of all.
+
+        Then one rank goes on.
+        """
         folder = tmp_path / "run"
         zero, one = worlds(2).run(answer, ranks_interrupted.fails_at_the_end, folder)
         check(

@@ -38,6 +38,13 @@ class TestPart4OneFile:
                 got=f"{type(saved[name]).__name__} on {saved[name].device}",
                 cause="a DTensor, or a tensor of the accelerator, is saved",
             )
+        check(
+            _bytes(saved) == _bytes(model.state_dict()),
+            expected=f"{_bytes(model.state_dict())} bytes of tensors in the file, a tied one once",
+            got=f"{_bytes(saved)} bytes",
+            cause="a tied weight is in it twice, or a view with padding, of which torch.save "
+            "writes the whole storage",
+        )
         model.load_state_dict(saved)
 
     @pytest.mark.exact("save_whole", "returns")
@@ -82,30 +89,36 @@ class TestPart4OneFile:
     def test_a_full_disk_raises_on_every_rank_and_leaves_no_half_file(
         self, answer, world, tmp_path
     ):
-        """Rank 0 has no room: without a file from before, and with one."""
+        """Rank 0 has no room: without a file from before, and with one. Then Ctrl-C comes."""
+        program = ranks_whole.save_whole_in_trouble
         path = tmp_path / "whole.pt"
-        _raises_on_all(world.run(answer, ranks_whole.save_whole_without_room, path))
+        _raises_on_all(world.run(answer, program, path, "no room"))
         cause = "it is written in place: half a file is there under its name"
         check_equal(path.exists(), False, "whether the file is there", cause=cause)
-        torch.save({"weight": torch.arange(200.0)}, path)
-        _raises_on_all(world.run(answer, ranks_whole.save_whole_without_room, path))
-        check_equal(list(load_file(path)), ["weight"], "names in the file from before", cause=cause)
+        for trouble in ("no room", "Ctrl-C"):
+            path = tmp_path / f"\u00e9 {trouble}" / "whole.pt"
+            path.parent.mkdir()
+            torch.save({"weight": torch.arange(200.0)}, path)
+            _raises_on_all(world.run(answer, program, path, trouble))
+            what = f"names in the file from before, after {trouble}"
+            check_equal(list(load_file(path)), ["weight"], what, cause=cause)
 
     @pytest.mark.survives("save_whole", "whole")
     @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_rank"])
     def test_the_file_from_before_stays_until_the_new_one_is_complete(
         self, answer, world, tmp_path
     ):
-        """Killed at each file operation of save_whole."""
-        (found,) = world.run(answer, ranks_whole.killed_save_whole, tmp_path)
-        new = sorted(Tiny().state_dict())
-        check_equal(found[-1][1], new, "names in the file", cause="it is not the model's")
-        for when, names in found:
+        """Killed at each file operation of save_whole; the temporary folder is on another disk."""
+        ((found, new),) = world.run(answer, ranks_whole.killed_save_whole, tmp_path)
+        cause = "it is not the model's, or it is in another dtype"
+        check_equal(found[-1][1], new, "what is in the file", cause=cause)
+        for when, content in found:
             check(
-                names in (["from before"], new),
+                sorted(content) in (["from before"], sorted(new)),
                 expected=f"names of the file from before, or those of the model, {when}",
-                got=names,
-                cause="the file is written in place, or taken away before the new one is there",
+                got=sorted(content),
+                cause="the file is written in place, as shutil.move() from another disk does too, "
+                "or taken away before the new one is there",
             )
 
     @pytest.mark.survives("load_whole", "together")
@@ -134,6 +147,12 @@ class TestPart4OneFile:
             torch.save(values, tmp_path / f"{kind}.pt")
             about.append((tmp_path / f"{kind}.pt", word))
         world.run(answer, ranks_whole.refuses_files, about)
+
+
+def _bytes(state: dict[str, Any]) -> int:
+    """Of all storages: what torch.save writes."""
+    storages = [v.untyped_storage() for v in state.values() if isinstance(v, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _raises_on_all(raised: list[str]) -> None:

@@ -1,0 +1,101 @@
+"""What runs on every rank: programs about what is in the folder beside the newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from kit.laws.checks import check_equal, check_raises
+from specs.sharded_checkpoint.models import small
+
+
+def step_rules(answer: Any, rank: int, folder: Path) -> None:
+    """Steps that are refused, before and after checkpoints; then the newest is loaded."""
+    model, optimizer = small()
+
+    def refuse(number: int, newest: int) -> None:
+        before = _files(folder)
+        check_raises(
+            lambda: answer.save(folder, model, optimizer, number),
+            ValueError,
+            mentions=[number],
+            when=f"for step {number}",
+            cause=f"step {number} is not compared with {newest + 1} as a number, or not at all",
+        )
+        cause = "the folder is written to before the step is checked"
+        check_equal(_files(folder), before, "files in the folder", cause=cause)
+        dist.barrier()
+
+    refuse(0, 0)
+    refuse(-1, 0)
+    planted = _planted(folder)
+    kept: dict[str, Any] = {}
+    for number in (2, 10, 9999, 10_000):
+        answer.save(folder, model, optimizer, number)
+        kept = kept or _copied_by_hand(folder)
+        other, own = small(seed=9)
+        cause = "as texts, even with zeros in front, the last of 2, 10, 9999, 10000 is another"
+        _turn_times(folder)
+        newest = answer.load(folder, other, own)
+        check_equal(newest, number, "step of the newest checkpoint", cause=cause)
+        dist.barrier()
+        for old in dict.fromkeys((number, 2, 1)):
+            refuse(old, number)
+    cause = "save takes away what is no checkpoint"
+    gone = sorted({*planted, *kept} - _files(folder).keys())
+    check_equal(gone, [], "files and folders that are gone", cause=cause)
+
+
+def _planted(folder: Path) -> dict[str, Any]:
+    """All that is there, with files of somebody else in folders with likely names."""
+    if dist.get_rank() == 0:
+        for name in ("tmp", ".tmp", "temp", "best-1"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "mine.txt").touch()
+    dist.barrier()
+    return _files(folder)
+
+
+def _copied_by_hand(folder: Path) -> dict[str, Any]:
+    """What is in the folder now has a copy under another name; all that is there."""
+    if dist.get_rank() == 0:
+        for path in [*folder.iterdir()]:
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, path.with_name(f"{path.name}.bak"))
+    dist.barrier()
+    return _files(folder)
+
+
+def _turn_times(folder: Path) -> None:
+    """As a copy may have it: what was written first has the latest time."""
+    if dist.get_rank() == 0:
+        times = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        last = max(times.values())
+        for path, time in times.items():
+            os.utime(path, ns=(last, 2 * last - time - last // 1000))
+    dist.barrier()
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "a folder"
+        for path in folder.parent.rglob("*")
+    }
+
+
+def save_often(answer: Any, rank: int, folder: Path) -> None:
+    """Checkpoints 1 to 3; the bytes in the folder after each."""
+    model, optimizer = small()
+    found = []
+    for number in (1, 2, 3):
+        answer.save(str(folder / "made"), model, optimizer, number)
+        dist.barrier()
+        found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        dist.barrier()
+    cause = "a checkpoint is written over one from before, or takes it away"
+    kept = found[0] > 0 and found[2] > 2.7 * found[0]
+    check_equal(kept, True, "whether three checkpoints take three times the bytes", cause=cause)
