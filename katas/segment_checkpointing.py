@@ -21,15 +21,15 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-        runs          once in the call, and once more in backward, as far as needed
+        runs          once in the call, once more in backward, as far as needed
         gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
-                      require one, of parameters, and of other leaves that `function` uses; several
-                      for one tensor add up in any order
+                      require one, of parameters and other leaves that `function` uses; several for
+                      one tensor add up in any order
         data          parameters get theirs even if no argument requires one; a function without
                       gradients stops no others
         kept          until backward the arguments, and nothing computed from them; then one
                       checkpoint's inside at a time
-        freed         after backward nothing is left, without the garbage collector
+        freed         after backward nothing is left but `function`, without the garbage collector
         random state  the second run draws what the first drew from torch's default generators; all
                       else draws as after one run
         autocast      in the second run as in the first: on or off, dtype, cache; backward runs
@@ -41,15 +41,15 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: what it reads, such as training flags, must be the same in both runs; what
-            it changes, such as batch norm's statistics, may change twice.
-        args: tensors of any dtype, not made under inference_mode; other things are handed on as
-            they are.
+        function: computes the same under no_grad; what it reads, such as training flags, must
+            be the same in both runs; what it changes, such as batch norm's statistics, may change
+            twice.
+        args: tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: from the call if `function` does it, from
-        a later second run otherwise. TypeError, naming the type, for a tensor hidden in a list,
-        tuple or dict, given or returned.
+        RuntimeError if an argument is changed in place: from the call if `function` does it, else
+        before a second run. TypeError, naming the type, for a tensor hidden in a list, tuple or
+        dict, given or returned.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros.
@@ -59,10 +59,12 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         5. An error in either run comes through; a second run that fails leaves the random stream
            as it was.
         6. autograd.grad(), inputs= and create_graph=True: RuntimeError, or right gradients and
-           no others.
+           no others. Backward under inference_mode is not asked for.
         7. A torch.Generator among the arguments draws the same again, too.
         8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
            right gradients.
+        9. A tensor given or returned twice is one tensor in both runs. Results that share memory
+           otherwise may not be changed in place. A Parameter is a plain tensor in the second run.
     """
     raise NotImplementedError
 
@@ -82,13 +84,13 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
         >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
-        layers: each from a tensor to a tensor, without changing its input in place; one may
-            stand there twice.
+        layers: each from a tensor to a tensor, the same under no_grad, without changing its
+            input in place; one may stand there twice.
         x: the first layer's input.
-        segments: from 1 (nothing is checkpointed) to the number of layers.
+        segments: from 1 to the number of layers.
 
     Raises:
-        no layers; other numbers of segments; names both numbers.
+        no layers; other numbers of segments; names both.
     """
     raise NotImplementedError
 
@@ -96,7 +98,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
 def best_segments(num_layers: int) -> int:
     """The number of segments with the lowest peak for layers that each hold one activation.
 
-        peak  `segments + ceil(num_layers / segments)` activations; of several best numbers any
+        peak  `segments + ceil(num_layers / segments)` activations; of several best any
 
         >>> best_segments(16)
         4
@@ -164,4 +166,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub 3505f16a810d
+# untouched stub 40364086bad9

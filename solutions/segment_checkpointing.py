@@ -25,15 +25,15 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-        runs          once in the call, and once more in backward, as far as needed
+        runs          once in the call, once more in backward, as far as needed
         gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
-                      require one, of parameters, and of other leaves that `function` uses; several
-                      for one tensor add up in any order
+                      require one, of parameters and other leaves that `function` uses; several for
+                      one tensor add up in any order
         data          parameters get theirs even if no argument requires one; a function without
                       gradients stops no others
         kept          until backward the arguments, and nothing computed from them; then one
                       checkpoint's inside at a time
-        freed         after backward nothing is left, without the garbage collector
+        freed         after backward nothing is left but `function`, without the garbage collector
         random state  the second run draws what the first drew from torch's default generators; all
                       else draws as after one run
         autocast      in the second run as in the first: on or off, dtype, cache; backward runs
@@ -45,15 +45,15 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: what it reads, such as training flags, must be the same in both runs; what
-            it changes, such as batch norm's statistics, may change twice.
-        args: tensors of any dtype, not made under inference_mode; other things are handed on as
-            they are.
+        function: computes the same under no_grad; what it reads, such as training flags, must
+            be the same in both runs; what it changes, such as batch norm's statistics, may change
+            twice.
+        args: tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: from the call if `function` does it, from
-        a later second run otherwise. TypeError, naming the type, for a tensor hidden in a list,
-        tuple or dict, given or returned.
+        RuntimeError if an argument is changed in place: from the call if `function` does it, else
+        before a second run. TypeError, naming the type, for a tensor hidden in a list, tuple or
+        dict, given or returned.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros.
@@ -63,10 +63,12 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         5. An error in either run comes through; a second run that fails leaves the random stream
            as it was.
         6. autograd.grad(), inputs= and create_graph=True: RuntimeError, or right gradients and
-           no others.
+           no others. Backward under inference_mode is not asked for.
         7. A torch.Generator among the arguments draws the same again, too.
         8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
            right gradients.
+        9. A tensor given or returned twice is one tensor in both runs. Results that share memory
+           otherwise may not be changed in place. A Parameter is a plain tensor in the second run.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -88,10 +90,13 @@ class _Checkpoint(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         # No graph is built here: inside a Function's forward, gradients are off.
         ctx.set_materialize_grads(False)  # an output that is not used: None, and not zeros
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        # A tensor that is given twice is kept once, and stays one: attention asks if `q is k`.
+        ids = [id(arg) for arg in args]
+        ctx.firsts = [ids.index(each) for each in ids]
+        ctx.places = [n for n in sorted({*ctx.firsts}) if isinstance(args[n], Tensor)]
+        tensors = [args[place] for place in ctx.places]
         versions = [tensor._version for tensor in tensors]
         ctx.function, ctx.args = function, [None if isinstance(a, Tensor) else a for a in args]
-        ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.random, ctx.autocast = _RandomState(args), _AutocastState()
         with ctx.autocast.restored(keep_casts=False):
             outputs = function(*args)
@@ -103,7 +108,8 @@ class _Checkpoint(torch.autograd.Function):
         items = outputs if isinstance(outputs, tuple) else (outputs,)
         _refuse_hidden_tensors(items)
         # Detached: a parameter that is returned as it is would get this node for its history.
-        return tuple(item.detach() if isinstance(item, Tensor) else item for item in items)
+        fresh = {id(item): item.detach() for item in items if isinstance(item, Tensor)}
+        return tuple(fresh.get(id(item), item) for item in items)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -115,8 +121,9 @@ class _Checkpoint(torch.autograd.Function):
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             # A leaf of its own: the graph that is built now ends here.
             args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
+        given = [args[first] for first in ctx.firsts]
         with torch.enable_grad(), ctx.random.restored(), ctx.autocast.restored():
-            outputs = ctx.function(*args)
+            outputs = ctx.function(*given)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
             (output, grad)
@@ -212,13 +219,13 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
         >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
-        layers: each from a tensor to a tensor, without changing its input in place; one may
-            stand there twice.
+        layers: each from a tensor to a tensor, the same under no_grad, without changing its
+            input in place; one may stand there twice.
         x: the first layer's input.
-        segments: from 1 (nothing is checkpointed) to the number of layers.
+        segments: from 1 to the number of layers.
 
     Raises:
-        no layers; other numbers of segments; names both numbers.
+        no layers; other numbers of segments; names both.
     """
     starts = _starts(len(layers), segments)
     for start, stop in itertools.pairwise(starts):
@@ -248,7 +255,7 @@ class _Chain:
 def best_segments(num_layers: int) -> int:
     """The number of segments with the lowest peak for layers that each hold one activation.
 
-        peak  `segments + ceil(num_layers / segments)` activations; of several best numbers any
+        peak  `segments + ceil(num_layers / segments)` activations; of several best any
 
         >>> best_segments(16)
         4
@@ -358,7 +365,7 @@ def backward_with_snapshots(
             out = layers[number](leaf)
             if number == len(layers) - 1:
                 out = loss_fn(out)
-                loss = out.detach()
+                loss = out.detach().clone()  # a view of the output would keep all of it
                 after.callback(_RandomState([x]).restore)
                 out.backward()
             elif grad is not None and out.requires_grad:  # no gradient gets past integers

@@ -168,7 +168,8 @@ class _Recompute(torch.autograd.Function):
         ctx.rerun = rerun
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return tuple(out.detach() for out in outputs)
+        loose = {id(out): out.detach() for out in outputs}  # one that is returned twice is one
+        return tuple(loose[id(out)] for out in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -435,7 +436,7 @@ class _Sweep:
             del value
             if at == self.last:
                 output = self.loss_fn(output)
-                self.loss = output.detach()
+                self.loss = output.detach().clone()  # on memory of its own
         if at == self.last:
             self._park(output)
             output.backward()

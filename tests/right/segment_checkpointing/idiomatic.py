@@ -389,7 +389,7 @@ def backward_with_snapshots(
                     output = layers[last](stand_in.tensor)
                 if loss is None:
                     output = loss_fn(output)
-                    loss = output.detach()
+                    loss = output.detach().clone()  # not a view of something large
         if last == len(layers) - 1:
             output.backward()
         elif grad is not None and output.requires_grad:

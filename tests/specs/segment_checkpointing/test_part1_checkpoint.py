@@ -103,6 +103,9 @@ class TestPart1Checkpoint:
         yield "a gradient of zero", lambda c: c(model, x) * 0
         own = lambda a: model[0](a).mul_(2).relu_()  # noqa: E731
         yield "a function that changes its own", lambda c: c(own, x)
+        hooked = w.leaf(4, 5)
+        hooked.register_hook(lambda grad: grad * 10)
+        yield "a hook on the argument", lambda c: c(model, hooked)
 
     @pytest.mark.exact("checkpoint", "data")
     @w.as_plain("a Function none of whose inputs requires a gradient is left out of the graph")

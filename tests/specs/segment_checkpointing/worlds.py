@@ -7,7 +7,7 @@ runs afterwards. The gradients of all tensors and modules that the step uses are
 import inspect
 import random
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
 from functools import partial, reduce
 
 import torch
@@ -21,6 +21,8 @@ from kit.laws.untouched import observed
 from kit.memory.ruler import measure
 
 TWICE = "twice the gradient: an argument is not detached, or counts at each place where it stands"
+
+Pair = namedtuple("Pair", ["first", "second"])
 
 
 class Layer(nn.Module):

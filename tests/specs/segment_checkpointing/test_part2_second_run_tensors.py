@@ -1,0 +1,165 @@
+"""Tensors that are given and returned: not used, twice, hidden, or changed in place."""
+
+from collections import OrderedDict
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from kit.laws import draw
+from kit.laws.checks import check_equal, check_raises
+from specs.segment_checkpointing import worlds as w
+
+
+class TestPart2Tensors:
+    @pytest.mark.survives("checkpoint", 1)
+    @w.as_plain("zeros stand in for the gradient that is not there, or others take its place")
+    def test_an_output_that_is_not_used_gets_no_gradient(self):
+        """sqrt has an infinite derivative at 0, and 0 times infinity is NaN."""
+        x, v = (
+            torch.tensor([0.0, 1.0, 4.0], requires_grad=True),
+            torch.tensor(2.0, requires_grad=True),
+        )
+        outputs = lambda t: (t * 3, t.sqrt(), v.exp() * t)  # noqa: E731
+        yield "output 0 is used", lambda c: c(outputs, x)[0]
+        yield "output 1 is used", lambda c: c(lambda t: outputs(t)[2:] + outputs(t)[:2], x)[1]
+        yield "output 2 is used", lambda c: c(lambda t: outputs(t)[1:] + outputs(t)[:1], x)[2]
+
+    @pytest.mark.survives("checkpoint", 2)
+    @w.as_plain("an output that is a parameter or a buffer loses its gradient, or its values")
+    def test_a_parameter_or_a_buffer_may_be_returned(self):
+        weight, x, fixed = w.leaf(5), w.leaf(3, 5), w.data(5)
+
+        def leaf_of(result):  # before backward, which would start itself again without end
+            cause = "a tensor that is returned as it is becomes part of the graph: detach it"
+            check_equal(weight.is_leaf, True, "is_leaf of the parameter", cause=cause)
+            return result
+
+        both = lambda t: ((t * weight).exp(), weight, fixed)  # noqa: E731
+        yield "both, in a tuple", lambda c: sum(map(w.loss_of, leaf_of(c(both, x))))
+        yield "a parameter alone", lambda c: leaf_of(c(lambda t: weight, x)) * 3
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    @w.refuses("only save_for_backward looks for changes in place, and only before the second run")
+    def test_refuses_an_argument_that_was_changed_since(self):
+        for which, name in enumerate(ARGUMENTS):
+
+            def step(call, which=which):
+                args, runs = arguments(), []
+
+                def function(a, b, i, c):
+                    runs.append(1)
+                    return (a * b).exp()[i] * c.real
+
+                loss = call(function, *args).sum()
+                loss.backward(retain_graph=True)
+                with torch.no_grad():
+                    (*args, args[0][1:])[which].add_(1)
+                runs.clear()
+                try:
+                    loss.backward()
+                except RuntimeError as error:
+                    raise (
+                        KeyError("it has run on the changed argument") if runs else error
+                    ) from None
+
+            yield f"{name} is changed before backward", RuntimeError, step
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    def test_a_result_that_shares_an_arguments_memory_may_not_change_it(self, answer, device):
+        """Who hands out copies has nothing to notice, and the gradients of what was given."""
+        x, fixed = (draw.randn(4, 3, device=device) for _ in range(2))
+        x.requires_grad_()
+        results = {"an argument": lambda a, b: a, "a view of an argument": lambda a, b: a.view(-1)}
+        results |= {"a slice of one": lambda a, b: a[1:], "a view of data": lambda a, b: b.t()}
+        for name, result in results.items():
+
+            def ask(call, result=result):
+                given = x * 1, fixed * 1
+                shared, out = call(lambda a, b: (result(a, b), a * a * b), *given)
+                with torch.no_grad():
+                    shared.mul_(100)
+                out.sum().backward()
+
+            copied = lambda function, *args: [out.clone() for out in function(*args)]  # noqa: E731
+            cause = f"{name} is returned with a version of its own: .data has one, detach() has not"
+            w.check_right_or_refused(ask, copied, answer.checkpoint, [x], cause)
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    @w.refuses("no version (tensor._version) is compared before and after the first run")
+    def test_refuses_a_function_that_changes_its_argument(self):
+        for which, name in enumerate(ARGUMENTS):
+
+            def function(a, b, i, c, which=which):
+                (a, b, i, c, a[1:])[which].add_(1)
+                return (a * b).exp()[i] * c.real
+
+            yield (
+                f"the function changes {name}",
+                RuntimeError,
+                lambda c, f=function: c(f, *arguments()),
+            )
+        in_place = lambda call: call(nn.ReLU(inplace=True), arguments()[0])  # noqa: E731
+        yield "an in-place layer", RuntimeError, in_place
+
+    @pytest.mark.survives("checkpoint", 8)
+    def test_an_overwritten_result_gives_no_wrong_gradients(self, answer, device):
+        """A result, an operand, and a part of one: each is what its own gradient needs."""
+        x = draw.randn(5, device=device, requires_grad=True)
+        cause = "hooks on saved tensors: nobody but them compares versions"
+        for function, plain in (
+            (lambda a: (h := a.exp(), h.mul_(2))[1], lambda a: a.exp() * 2),
+            (lambda a: (h := a * 1, y := h.sin(), h.zero_())[1], lambda a: (a * 1).sin()),
+            (lambda a: (h := a.tanh(), y := h * 3, h[:2].fill_(0.5))[1], lambda a: a.tanh() * 3),
+        ):
+            ask = lambda call, f=function: call(f, x).sum().backward()  # noqa: E731
+            as_plain = lambda _, a, p=plain: p(a)  # noqa: E731
+            w.check_right_or_refused(ask, as_plain, answer.checkpoint, [x], cause)
+
+    @pytest.mark.survives("checkpoint", 9)
+    @w.as_plain("each argument, or each result, is detached on its own: one tensor becomes two")
+    def test_a_tensor_that_is_given_or_returned_twice_is_one(self):
+        """nn.MultiheadAttention, for one, computes otherwise where its query is its key."""
+        x, fixed = w.leaf(11, 5), w.data(5)
+
+        def given(call):
+            def attend(query, key, scale, bias, other):
+                same = {"query is key": query is key, "scale is bias": scale is bias}
+                call.note(same | {"scale is another one": scale is other})
+                return (query.sin() * key).exp() * scale + bias
+
+            return call(attend, x, x, fixed, fixed, fixed.view(5))
+
+        def returned(call):
+            first, other, again = call(lambda a: (y := a * 3, a.sin(), y), x)
+            first.mul_(2)
+            return again.square() + other
+
+        yield "given twice", given
+        yield "returned twice, and then changed in place", returned
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
+        x, runs = draw.randn(5, device=device, requires_grad=True), []
+        inside = {"list": [x], "tuple": (1, x), "dict": {"x": x}}
+        inside |= {"list of dicts": [{"x": x}], "list, of data": [x.detach()]}
+        inside |= {"namedtuple": w.Pair(1, x), "OrderedDict": OrderedDict(x=x)}
+        for name, hidden in inside.items():
+            when, kind = f"for a tensor in a {name}", type(hidden).__name__
+            kind = "" if name == "list of dicts" else kind  # either
+            call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, hidden)
+            check_raises(call, TypeError, mentions=[kind], when=f"{when} that is given")
+            for result in ((hidden,) if isinstance(hidden, tuple) else hidden, (x, 1, hidden)):
+                call = partial(answer.checkpoint, lambda a, result=result: result, x)
+                check_raises(call, TypeError, mentions=[kind], when=f"{when} that is returned")
+        cause = "arguments are looked at after the first run"
+        check_equal(len(runs), 0, "runs of a function that is refused its arguments", cause=cause)
+
+
+def arguments():
+    complexes = w.data(3, dtype=torch.complex64)
+    return w.leaf(5) * 1, w.data(5), torch.arange(3), complexes
+
+
+ARGUMENTS = ("the input", "a tensor without gradient", "indices", "complex numbers", "a view of it")
