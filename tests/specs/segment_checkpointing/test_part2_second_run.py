@@ -130,6 +130,8 @@ class TestPart2SecondRun:
         yield "a tuple of one", all_of(lambda x: (x * v,))
         yield "a namedtuple", all_of(lambda x: w.Pair(x * v, (x - v).exp()))
         yield "a result of torch.max", all_of(lambda x: (x * v).max(1))
+        model = w.probed(nn.Linear(2, 2))
+        yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
         yield "one tensor twice", all_of(lambda x: (y := x * v, y))
 
         changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
