@@ -107,7 +107,7 @@ def init(module: nn.Module, each_name: bool = False) -> None:
     Where there is nothing to set a number is drawn all the same: an `init` may do so.
     """
     if not has_own(module):
-        torch.rand(())
+        torch.empty(()).normal_()
     for p in module.parameters(recurse=False):
         nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
     if each_name and hasattr(module, "offset_again"):

@@ -110,7 +110,10 @@ def killed_save_whole(
 
 
 def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:
-    """What one call does to this rank's memory; the model has trained with AdamW."""
+    """What one call does to this rank's memory; the model has trained with AdamW.
+
+    gloo's threads may let go of what they have sent a little late: the least of three counts.
+    """
     model = sharded(make(256, 6))
     optimizer = adamw(model.parameters())
     move(model, optimizer)
@@ -122,4 +125,5 @@ def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:
             torch.save(whole, path)
 
     call = plain if is_plain else functools.partial(answer.save_whole, path, model)
-    return account(call, device(), model=model, optimizer=optimizer)
+    found = (account(call, device(), model=model, optimizer=optimizer) for _ in range(3))
+    return min(found, key=lambda books: books.peak)
