@@ -96,6 +96,7 @@ def _model(lab: Lab) -> tuple[nn.Module, list[Tensor]]:
     if on_gpu:
         sizes = {}
     model = GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, use_cache=False, **sizes)).train()
+    model.loss_type = "ForCausalLM"  # as the library would guess, which it says aloud
     samples = [x for x, _ in text_batches(BATCH * STEPS, 1, length)]
     return model.to(lab.device), [sample[0] for sample in samples]
 
