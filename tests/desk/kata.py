@@ -10,7 +10,7 @@ from desk.gpu import why_no_cuda
 from desk.judge import judge
 from desk.paper import Paper
 from desk.screen import Screen
-from desk.state import Fingerprint, Record, State
+from desk.state import Record, State
 from desk.steps import ALL_SOLVED, next_steps
 from desk.verdict import Job
 from desk.words import title
@@ -93,7 +93,7 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
     record = state.read(job.kata) if own else None
     if record and before and wanted.part is None and not is_untouched(job.path):
         may_skip = not (record.changed(before) or wanted.verbose or job.junitxml)
-        job = planned(job, record, before, may_skip=may_skip)
+        job = planned(job, record, may_skip=may_skip)
     paper.line(title(job), "bold")
     paper.line()
     screen = Screen(paper, job, wanted.verbose)
@@ -111,7 +111,7 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
     return report.verdict(verdict, steps)
 
 
-def planned(job: Job, record: Record, now: Fingerprint, *, may_skip: bool) -> Job:
+def planned(job: Job, record: Record, *, may_skip: bool) -> Job:
     """What is about changed functions comes first, then the section that failed last.
 
     Core comes before details until it has passed once. What has passed with this very code need not
@@ -131,6 +131,6 @@ def planned(job: Job, record: Record, now: Fingerprint, *, may_skip: bool) -> Jo
         job,
         sections=tuple(todo),
         before=tuple(before),
-        changed=record.changed_functions(now),
+        changed=record.changed_functions(job.path),
         past_core=is_past,
     )

@@ -55,23 +55,28 @@ class Recorder:
         core, of all.
         """
         pairs = (text.partition(":") for text in config.getoption("--sections").split(",") if text)
-        order = {(lap, int(part)): place for place, (lap, _, part) in enumerate(pairs)}
+        order = {Section(lap, int(part)): place for place, (lap, _, part) in enumerate(pairs)}
         changed = {*config.getoption("--changed").split(",")} - {""}
+        past_core = config.getoption("--past-core")
         subjects: dict[Section, Counter[str]] = {}
         for item in items:
             subjects.setdefault(_section(item), Counter())[_subject(item)] += 1
-        past_core = config.getoption("--past-core")
-        places: list[tuple[bool, bool, int, bool, pytest.Item]] = []
-        for item in items:
+
+        def is_wanted(item: pytest.Item) -> bool:
             section = _section(item)
-            key = (section.lap, section.part)
-            if not order or key in order or section not in _kata(item).sections:
-                late = section.lap != "core" and not past_core
-                (subject, _), *_ = subjects[section].most_common(1)  # most of it is about this
-                others = subject not in changed, _subject(item) not in changed
-                place = late, others[0], order.get(key, len(order)), others[1]
-                places.append((*place, item))
-        items[:] = [item for *_, item in sorted(places, key=lambda place: place[:-1])]
+            return not order or section in order or section not in _kata(item).sections
+
+        def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
+            section = _section(item)
+            subject = max(subjects[section], key=subjects[section].__getitem__)  # of most of it
+            return (
+                section.lap != "core" and not past_core,
+                subject not in changed,
+                order.get(section, len(order)),
+                _subject(item) not in changed,
+            )
+
+        items[:] = sorted(filter(is_wanted, items), key=place)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._tell(Collected([_spec(item) for item in session.items]))

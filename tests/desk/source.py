@@ -99,12 +99,8 @@ def syntax_problem(error: SyntaxError, path: Path) -> Problem:
 
 def definitions(path: Path) -> dict[str, Definition]:
     """The functions and classes of a file by name; methods as Class.method."""
-    try:
-        tree = ast.parse(read(path))
-    except (SyntaxError, ValueError):
-        return {}
     found: dict[str, Definition] = {}
-    for node in tree.body:
+    for node in _statements(path):
         if isinstance(node, Definition):
             found[node.name] = node
         if isinstance(node, ast.ClassDef):
@@ -118,20 +114,26 @@ def digests(path: Path) -> dict[str, str]:
 
     Comments and spaces do not count. Nothing for a file that cannot be read.
     """
-    try:
-        tree = ast.parse(read(path))
-    except (SyntaxError, ValueError):
-        return {}
+    statements, loose = _statements(path), list[ast.stmt]()  # what binds no name is for everything
     bound: dict[str, list[ast.stmt]] = {}  # a name may be bound twice
-    for statement in tree.body:
-        for name in _bound_names(statement):
+    for statement in statements:
+        names = _bound_names(statement)
+        for name in names:
             bound.setdefault(name, []).append(statement)
-    loose = [node for node in tree.body if not _bound_names(node)]  # it is for everything
-    return {
-        node.name: _digest([*loose, *_leans_on(node.name, bound)])
-        for node in tree.body
-        if isinstance(node, Definition)
-    }
+        loose += [] if names else [statement]
+    definitions = [node.name for node in statements if isinstance(node, Definition)]
+    try:
+        return {name: _digest([*loose, *_leans_on(name, bound)]) for name in definitions}
+    except RecursionError:  # nested too deep to be written out
+        return {}
+
+
+def _statements(path: Path) -> list[ast.stmt]:
+    """Those at the top of a file; none if Python cannot read it, which `check_file` says better."""
+    try:
+        return ast.parse(read(path)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 def _bound_names(statement: ast.stmt) -> set[str]:
@@ -161,16 +163,9 @@ def _digest(statements: list[ast.stmt]) -> str:
 
 def imports(path: Path) -> list[str]:
     """The modules that a file imports at its top."""
-    try:
-        tree = ast.parse(read(path))
-    except (SyntaxError, ValueError):
-        return []
-    names = [
-        alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
-    ]
-    return names + [
-        node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module
-    ]
+    nodes = _statements(path)
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return names + [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
 
 
 def find(path: Path, name: str) -> Place:

@@ -33,16 +33,18 @@ _LAPS: dict[str, Lap] = {lap: lap for lap in get_args(Lap)}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The fingerprints of an answer, of its functions, and of each thing that it is judged with."""
+    """The fingerprints of an answer and of each thing that it is judged with."""
 
     answer: str
     judge: dict[str, str]
-    functions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a kata: `words` say where it stands, `failed` and `spec` what is to fix."""
+    """What is kept of a kata: `words` say where it stands, `failed` and `spec` what is to fix.
+
+    `functions` are the digests of the answer's functions.
+    """
 
     of: Fingerprint
     words: str
@@ -52,6 +54,7 @@ class Record:
     code: Code = "part_passed"
     steps: list[tuple[str, str]] = field(default_factory=list)
     passed_sections: list[Passed] = field(default_factory=list)
+    functions: dict[str, str] = field(default_factory=dict)
 
     @property
     def part(self) -> int:
@@ -63,10 +66,10 @@ class Record:
         known = {found.section for found in self.passed_sections}
         return known >= {section for section in kata.sections if section.lap == "core"}
 
-    def changed_functions(self, now: Fingerprint) -> tuple[str, ...]:
-        """What in the answer is not as it was at the verdict; nothing if that is not known."""
-        then = self.of.functions
-        return tuple(name for name, digest in now.functions.items() if then.get(name) != digest)
+    def changed_functions(self, path: Path) -> tuple[str, ...]:
+        """What in the answer is not as it was at the verdict; nothing if it cannot be read."""
+        now = source.digests(path)
+        return tuple(name for name in now if self.functions.get(name) != now[name])
 
     def changed(self, now: Fingerprint) -> str:
         """What is not as it was at the verdict: "answer", "the specs", "torch" ...; or nothing."""
@@ -85,8 +88,7 @@ class State:
 
     def fingerprint(self, kata: Kata) -> Fingerprint:
         """Of the candidate's file as it is now, and of all that it is judged with."""
-        functions = source.digests(kata.stub)
-        return Fingerprint(_digest([kata.stub]), _judge_of(kata, self._device), functions)
+        return Fingerprint(_digest([kata.stub]), _judge_of(kata, self._device))
 
     def read(self, kata: Kata) -> Record | None:
         """What is kept of this kata; a file that cannot be understood is set aside."""
@@ -117,7 +119,12 @@ class State:
         if self.fingerprint(job.kata) != before:
             self._say(f"{shown(job.path)} was changed during the run, so the verdict is not kept.")
             return None
-        record = _merged(self.read(job.kata), verdict, before, list(steps))
+        old = self.read(job.kata)
+        functions = source.digests(job.path)
+        if verdict.broken and old:
+            functions = old.functions  # as if it had not been saved
+        record = _merged(old, verdict, before, list(steps))
+        record = dataclasses.replace(record, functions=functions)
         self._write(self._path(job.kata), record)
         return record
 
@@ -176,7 +183,6 @@ def _merged(
         failed, spec = verdict.first_bad[0].section, verdict.first_bad[0].name
     elif verdict.broken and old:
         failed, spec = old.failed, old.spec  # a slip of the keyboard changes nothing in hand
-        now = dataclasses.replace(now, functions=old.of.functions)
     if failed:
         known.pop(failed, None)  # it may have passed before, with a spec that is not steady
     sections = list(known.values())
@@ -202,12 +208,9 @@ def _merged(
 
 def _record(data: dict[str, Any]) -> Record:
     """What `dataclasses.asdict` made of it; an error if anything has another form."""
-    judge, functions = (
-        {str(key): str(value) for key, value in data["of"][name].items()}
-        for name in ("judge", "functions")
-    )
+    judge = {str(key): str(value) for key, value in data["of"]["judge"].items()}
     return Record(
-        of=Fingerprint(str(data["of"]["answer"]), judge, functions),
+        of=Fingerprint(str(data["of"]["answer"]), judge),
         words=str(data["words"]),
         passed=data["passed"] is True,
         failed=_section(data["failed"]) if data["failed"] else None,
@@ -215,6 +218,7 @@ def _record(data: dict[str, Any]) -> Record:
         code=_CODES[data["code"]],
         steps=[(str(label), str(text)) for label, text in data["steps"]],
         passed_sections=[_passed(found) for found in data["passed_sections"]],
+        functions={str(name): str(digest) for name, digest in data["functions"].items()},
     )
 
 

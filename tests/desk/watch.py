@@ -125,7 +125,7 @@ class Watch:
         if self._part:
             job = dataclasses.replace(job, sections=tuple(self._kata.sections_of(self._part)))
         elif record and not is_untouched(path):
-            job = planned(job, record, self._before, may_skip=False)
+            job = planned(job, record, may_skip=False)
         self._screen = Screen(self._paper, job)
         self._paper.status("judging")
         self._run = Run(job, self._inbox, self._terminal)

@@ -44,23 +44,17 @@ def beside_trainer(lab: Lab) -> None:
     found = {
         name: lab.sample(f"Trainer {name}", partial(_measured, lab, FLAGS[name])) for name in wanted
     }
-    first = found["none"]["peaks"]
+
+    def saved(one: dict[str, Any], whose: str) -> tuple[str, str]:
+        size, most = (found["peaks"][whose] for found in (one, found["none"]))
+        return f"{size / 2**20:,.1f}", f"{1 - size / most:.0%}"
+
     lab.table(
         f"The flags of transformers' Trainer and our references, {STEPS} steps of {BATCH} samples",
         ["flag", "Trainer's peak, MiB", "saved", "ours, MiB", "saved", "of the time", "spread"],
         [
-            [
-                name,
-                *(
-                    text
-                    for whose in ("theirs", "ours")
-                    for text in (
-                        f"{one['peaks'][whose] / 2**20:,.1f}",
-                        f"{1 - one['peaks'][whose] / first[whose]:.0%}",
-                    )
-                ),
-                *(f"{x:.2f}" for x in ratio(one["seconds"]["ours"], one["seconds"]["theirs"])),
-            ]
+            [name, *saved(one, "theirs"), *saved(one, "ours")]
+            + [f"{part:.2f}" for part in ratio(one["seconds"]["ours"], one["seconds"]["theirs"])]
             for name, one in found.items()
         ],
     )

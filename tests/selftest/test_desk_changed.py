@@ -69,8 +69,10 @@ def test_two_that_lean_on_each_other_come_to_an_end(tmp_path):
 
 
 def test_nothing_is_known_of_a_file_that_cannot_be_read(tmp_path):
-    (tmp_path / "x.py").write_text("def f(:\n")
-    assert source.digests(tmp_path / "x.py") == {}
+    deep = [f"def f():\n    return {'-' * count}1\n" for count in (1500, 6000)]
+    for text in ("def f(:\n", "x = '\0'\n", *deep):  # the first of these two compiles
+        (tmp_path / "x.py").write_text(text)
+        assert source.digests(tmp_path / "x.py") == {}
     assert source.digests(tmp_path / "none.py") == {}
 
 

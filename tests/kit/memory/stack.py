@@ -6,7 +6,7 @@ A kata has a picture of one step if tests/specs/NAME/timeline.py has
     def timeline(answer, reference, device) -> dict[str, Account]: ...
 
 with the accounts of the plain way, of the reference and of the answer, by these names: "plain",
-"reference", "yours".
+"reference", "yours". Other fixtures of specs, such as `world`, are arguments in the same way.
 """
 
 from __future__ import annotations

@@ -282,14 +282,15 @@ class TestPart2LossScaler:
         """One number out of range, or missing; all are for a GradScaler that is switched off."""
         scaler, other = answer.LossScaler(**GROWING), answer.LossScaler(4.0, 3.0, 0.25, 7)
         before, state = scaler.state_dict(), other.state_dict()
-        states = [
-            (f"with {key}={value}", state | {key.removeprefix("init_"): value}, ValueError)
+        wrong = {
+            f"with {key}={value}": state | {key.removeprefix("init_"): value}
             for key, values in OUT_OF_RANGE.items()
             for value in values
-        ]
-        without = [(f"without {k}", {n: v for n, v in state.items() if n != k}) for k in state]
-        errors = ValueError, KeyError, RuntimeError
-        for what, bad, error in [*states, *((*row, errors) for row in [*without, ("of {}", {})])]:
+        }
+        short = {f"without {key}": {k: v for k, v in state.items() if k != key} for key in state}
+        short["of {}"] = {}
+        for what, bad in (wrong | short).items():
+            error = ValueError if what in wrong else (ValueError, KeyError, RuntimeError)
             check_raises(partial(scaler.load_state_dict, bad), error, when=f"for a state {what}")
             cause = "numbers are set one by one, before the last is there and in range"
             check_equal(
