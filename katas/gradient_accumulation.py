@@ -151,8 +151,8 @@ def train_epoch(
     Details:
         1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
            are dense.
-        2. An error, or a bad micro-batch, ends the epoch: windows that were finished count, no
-           other has stepped, and `scaler` is ready for the next epoch.
+        2. An error, or a bad micro-batch, ends the epoch: finished windows count, no other has
+           stepped or counts in `scaler`, which is ready for the next.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
            the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
@@ -200,8 +200,8 @@ def accumulate_on_ranks(
         3. Afterwards, after an error too, DDP synchronises as before.
         4. The rank with the bad window names what is bad. A window that raises when read is bad
            too.
-        5. Old gradients, parameters without a gradient, an error that all ranks meet outside the
-           last backward pass, and autocast are as in `accumulate`.
+        5. Old gradients, parameters without a gradient, an error that all ranks meet before the
+           last loss, and autocast are as in `accumulate`.
     """
     raise NotImplementedError
 
@@ -230,4 +230,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub eb1df848d537
+# untouched stub 21cfebc3fc6d

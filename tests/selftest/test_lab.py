@@ -24,6 +24,8 @@ from lab import draw, measure, report
 from lab.claims import ARTICLES, CLAIMS
 from lab.notebook import Lab, NotHere, Page, Text, conditions
 
+pytestmark = pytest.mark.timeout(300)  # experiments take their time on a busy machine
+
 CPU = torch.device("cpu")
 EXPERIMENTS = command.all_experiments()
 names = command.name_of

@@ -92,7 +92,7 @@ class TestPart1Checkpoint:
         mix = lambda a, b, c, d, times: ((a + b)[c] * d).exp() * times  # noqa: E731
         yield "integers, booleans and data", lambda c: c(mix, x, fixed, index, mask, 0.5)
         flags = lambda c, *tensors: c.note([(t.requires_grad, t.dtype) for t in tensors])  # noqa: E731
-        look = lambda c: c(lambda a, *rest: (flags(c, a, *rest), a)[1], x, fixed, index, mask)  # noqa: E731
+        look = lambda c: c(lambda a, *rest: (flags(c, a, *rest), a.sin())[1], x, fixed, index, mask)  # noqa: E731
         yield "what they require", look
         for train in (True, False):
             model = w.probed(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5)).train(train)

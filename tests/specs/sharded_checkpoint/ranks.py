@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,12 +162,28 @@ def error_of(call: Callable[[], object]) -> str:
 def fails_on_one(answer: Any, rank: int, name: str, good: Path, bad: Path, bad_rank: int) -> str:
     """What a call raises where the path of one rank is another, as on a disk of its own.
 
-    It ends there: a call more would meet that of a rank that waits, and hide that it does.
+    A rank that never looks for itself may raise nothing, and loads what the others do. It ends
+    there: a call more would meet that of a rank that waits, and hide that it does.
     """
     model, optimizer = small()
     path = bad if rank == bad_rank else good
     args = {"load": (optimizer,), "save": (optimizer, 5)}.get(name, ())
-    return error_of(lambda: getattr(answer, name)(path, model, *args))
+    weights = [p.detach().to_local() for p in model.parameters()]
+    if name != "save":
+        for weight in weights:
+            weight.fill_(math.nan)
+    error = error_of(lambda: getattr(answer, name)(path, model, *args))
+    if not error:
+        left = sum(int(weight.isnan().sum()) for weight in weights)
+        check_equal(left, 0, "weights that were not loaded", cause="an error is swallowed")
+    return error
+
+
+def check_alike(raised: list[str]) -> None:
+    """Both ranks raise, or neither does."""
+    __tracebackhide__ = True
+    cause = "the ranks do not tell each other what they have found"
+    check_equal(bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as 1", cause=cause)
 
 
 def peaks(answer: Any, rank: int, folder: Path, width: int) -> dict[str, int]:

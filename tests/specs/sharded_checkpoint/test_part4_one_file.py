@@ -128,7 +128,7 @@ class TestPart4OneFile:
         path = tmp_path / "whole.pt"
         torch.save(Tiny().state_dict(), path)
         paths = path, tmp_path / "not_there"
-        _raises_on_all(world.run(answer, ranks.fails_on_one, "load_whole", *paths, bad_rank))
+        ranks.check_alike(world.run(answer, ranks.fails_on_one, "load_whole", *paths, bad_rank))
 
     @pytest.mark.survives("load_whole", "Raises")
     def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):
