@@ -115,11 +115,11 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """Bytes that autograd holds for backward passes when `forward` has returned.
 
         held      what was saved while `forward` ran, if a graph still holds it: that of its result,
-                  or another that somebody keeps, such as an auxiliary loss
+                  or of another that somebody keeps, such as an auxiliary loss
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
         after     errors and Ctrl-C come through and are not kept, even in a cycle; no hook is left;
-                  backward works, and as under any such hooks need not notice changes in place
+                  backward works, but need not notice changes in place
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -187,14 +187,15 @@ def peak_memory(
     Args:
         step: called once; its result is dropped before `retained` is read.
         device: "cpu", "cuda" or "cuda:N", or a torch.device; only its memory counts.
-        existing: all older tensors that the step uses or frees; on the cpu, they are the baseline.
+        existing: older tensors that the step uses or frees, gradients and optimizer state too; on
+            the cpu, the baseline.
 
     Raises:
         other devices, and absent ones.
 
     Details:
-        1. Every dtype counts, and every operation on dense tensors, under no_grad too; what
-           inference_mode shows as one operation counts as one.
+        1. Every dtype counts, and every operation on dense tensors, under no_grad too. Under
+           inference_mode, temporaries inside operations need not count.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
         3. The peak is never below the baseline, and never that of an earlier measurement; on the
            cpu a step may itself measure.
