@@ -1,14 +1,14 @@
 """Sharded checkpoints: build a model that no rank could hold, save it, and go on elsewhere.
 
 A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows of each parameter,
-rounded up. All ranks of the job call these functions together, with the same arguments.
+rounded up; it may have just been evaluated. A rank's part is its rows of weights and of optimizer
+state. All ranks call these functions together, with the same arguments.
 
-    together   an error on any rank, Ctrl-C too, raises on every rank (on the others any error);
-               none is left waiting
+    together   where one rank fails, every rank raises (others any error); none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
 
-Errors are ValueError unless it says otherwise, name the offending value, and are raised before
-anything is changed.
+What Raises lists is a ValueError that names the offending value, before anything is changed.
+Other errors may be of any class; Ctrl-C may end a rank alone.
 
 Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpoint.
 """
@@ -70,8 +70,9 @@ def build(
         make_optimizer: called once, with all parameters.
 
     Details:
-        1. `init` draws from the default generator, which stands the same on every rank, and
-           afterwards as in one process.
+        1. `init` draws from the default generator, which has the same state on every rank; what
+           it draws in one process is all that moves the generator. It knows a module by
+           isinstance(), for fully_shard changes its type().
         2. A parameter tied within a unit stays tied; each of its modules sets it anew, and the
            last one counts.
         3. Train mode and requires_grad stay as make_model has left them.
@@ -126,14 +127,15 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 
         complete  when save returns on any rank, load finds the new checkpoint
         older     checkpoints stay
-        memory    a rank takes at most its own part once more, and two whole parameters
+        memory    a rank takes at most its part once more, and two whole parameters
 
         >>> save("run", model, optimizer, step=100)
 
     Args:
         folder: of all checkpoints of a run; made if missing; anything else in it stays.
         model: sharded over all ranks, which have the same buffers.
-        optimizer: of torch.optim; has made a step with every parameter that requires a gradient.
+        optimizer: of torch.optim, elementwise (SGD, AdamW); has made a step with every parameter
+            that requires a gradient.
         step: how many steps training has made, from 1.
 
     Raises:
@@ -168,22 +170,20 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
                  state, optimizer state and settings, such as learning rates, are those that were
                  saved
         drops    gradients, of all parameters
-        memory   a rank takes at most its own part once more, and two whole parameters; a mapped
-                 file counts whole
+        memory   as in `save`, new state included; a mapped file counts whole
 
         >>> step = load("run", model, optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved, between two steps; its values do not matter.
+        model: sharded, of the class that was saved; with any values.
         optimizer: of the same class and groups; with any state, or none.
 
     Returns:
         the step that was saved.
 
     Raises:
-        no checkpoint in the folder, or one of a model with other names or shapes; names the
-        folder. The weights stay as they are.
+        no checkpoint, or one of a state dict with other names or shapes; names the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:
@@ -232,18 +232,19 @@ def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]
 
 def _together(action: Callable[[], _T]) -> _T:
     """What `action` returns; if it has failed on any rank, every rank raises."""
-    result, error = [], None
+    result: Any = None
+    error: Exception | None = None
     try:
-        result.append(action())
-    except BaseException as caught:
+        result = action()
+    except Exception as caught:
         error = caught
     errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error and f"{type(error).__name__}: {error}")
+    dist.all_gather_object(errors, error and repr(error))
     if error is not None:
         raise error
     if any(errors):
         raise RuntimeError(f"another rank has failed: {next(filter(None, errors))}")
-    return result[0]
+    return result
 
 
 # Part 4
@@ -253,7 +254,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
         contents  the state dict of the model without shards, extra state too: ordinary tensors on
-                  the cpu, a tied one once, and no padding
+                  the cpu, without padding; a tied one under all its names, with one storage
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter
         whole     the file is complete or not there; one from before stays until then, if the
@@ -295,12 +296,12 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         >>> load_whole("model.pt", model)
 
     Args:
-        path: of the file.
+        path: of the file, which every rank may read as a whole.
         model: sharded.
 
     Raises:
-        names or shapes, of buffers too, that are not those of the model, or the other way round;
-        names one of them and the path. A missing file may be an OSError.
+        a name that only the file or only the model's state dict has, or a shape that differs, of
+        buffers too; names one of them and the path.
     """
 
     def read() -> dict[str, Any]:

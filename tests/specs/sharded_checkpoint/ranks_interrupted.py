@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from kit.ranks.disk import Copies, before_each_write, different, no_room
 from specs.sharded_checkpoint.models import move, small, state
-from specs.sharded_checkpoint.ranks import error_of, ordinary
+from specs.sharded_checkpoint.ranks import error_of, of_all, ordinary
 
 
 def loaded(answer: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -29,7 +28,7 @@ def loaded(answer: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
 def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, list[str], Any]]:
     """One rank: what a kill would leave, at each operation on a file in a save of step 5.
 
-    From each copy what `load` gives; and what it gives after a save of step 3 and one of step 5.
+    From each copy what `load` gives; and what it gives after step 5 is saved again.
     """
     model, optimizer = small()
     copies = Copies(folder / "run-\u00e9")
@@ -45,7 +44,6 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, l
         step, values = loaded(answer, path)
         again = None
         if step == 1 and "just opened" not in when:
-            answer.save(path, model, optimizer, 3)
             answer.save(path, model, optimizer, 5)
             step_again, values_again = loaded(answer, path)
             again = step_again, different(values_again, saved[5])
@@ -62,7 +60,7 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, A
     with no_room() if rank == full_on else nullcontext():
         raised = error_of(lambda: answer.save(folder, model, optimizer, 2))
     found: dict[str, Any] = {"raised": raised}
-    if not all(_of_all(bool(raised))):
+    if not all(of_all(bool(raised))):
         return found
     step, values = loaded(answer, folder)
     found["before"] = step, different(values, saved)
@@ -72,14 +70,8 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, A
     return found
 
 
-def _of_all(flag: bool) -> list[bool]:
-    flags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, flag)
-    return flags
-
-
 def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
-    """Saves of steps 1 and 2; and one of step 3, where Ctrl-C stops rank 0's last thing."""
+    """Saves of steps 1 and 2; and one of step 3, where rank 0 fails at its last file operation."""
     model, optimizer = small()
     answer.save(folder, model, optimizer, 1)
     seen: list[str] = []
@@ -92,7 +84,7 @@ def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
         nonlocal left
         left -= 1
         if left == 0:
-            raise KeyboardInterrupt
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     with before_each_write(folder, fail) if rank == 0 else nullcontext():
         raised = error_of(lambda: answer.save(folder, model, optimizer, 3))

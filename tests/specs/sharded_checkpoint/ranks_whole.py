@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +74,10 @@ def refuses_files(answer: Any, rank: int, files: Sequence[tuple[Path, str]]) -> 
         refuses(answer.load_whole, path, model, optimizer, [name, path], what)
 
 
-def save_whole_in_trouble(answer: Any, rank: int, path: Path, trouble: str) -> str:
-    """Rank 0 has no room, or Ctrl-C comes as it begins to write; what each rank raises."""
+def save_whole_without_room(answer: Any, rank: int, path: Path) -> str:
+    """What each rank raises where the disk is full for rank 0."""
     model, _ = small()
-    left = [trouble]
-
-    def interrupt(_: str) -> None:
-        if left:  # once: what clears up is not in trouble
-            left.pop()
-            raise KeyboardInterrupt
-
-    with ExitStack() as stack:
-        if rank == 0:
-            ctrl_c = trouble == "Ctrl-C"
-            stack.enter_context(before_each_write(path.parent, interrupt) if ctrl_c else no_room())
+    with no_room() if rank == 0 else nullcontext():
         return error_of(lambda: answer.save_whole(path, model))
 
 

@@ -13,19 +13,18 @@ from kit.ranks.shards import shard_bytes, whole_bytes
 from kit.ranks.toys import make
 from specs.sharded_checkpoint import ranks, ranks_folder
 
-WIDTH = 48
-
 # By answer, ranks and optimizer: a folder with a checkpoint, and how those that saved it went on.
 _saved: dict[tuple[ModuleType, int, str], tuple[Path, dict[str, Any]]] = {}
+
+_theirs: list[dict[str, int]] = []  # the reference's bytes in each call, by rank
 
 
 class TestPart2SaveAndLoad:
     @pytest.mark.works("load", "goes on")
     @pytest.mark.parametrize(
         ("saving", "loading", "kind", "is_new"),
-        [(2, 2, "AdamW", False), (2, 1, "AdamW", True), (2, 4, "AdamW", False)]
-        + [(4, 2, "momentum", True)],
-        ids=["2_ranks_to_2", "2_ranks_to_1_new", "2_ranks_to_4", "4_ranks_to_2_momentum_new"],
+        [(2, 3, "AdamW", False), (2, 1, "AdamW", True), (3, 2, "momentum", True)],
+        ids=["2_ranks_to_3", "2_ranks_to_1_new", "3_ranks_to_2_momentum_new"],
     )
     def test_goes_on_as_if_it_had_not_stopped(
         self, answer, worlds, tmp_path_factory, saving, loading, kind, is_new
@@ -34,8 +33,8 @@ class TestPart2SaveAndLoad:
 
         What it is loaded into has trained otherwise, all of it, with other rates, and has
         gradients; or it is new, and has been evaluated. Some weights are tied, some frozen, and
-        four ranks are too many for some rows. One learning rate is a tensor. A buffer that is not
-        persistent stays.
+        one has a single row, which is on rank 0. One learning rate is a tensor. A buffer that is
+        not persistent stays.
         """
         key = answer, saving, kind
         if key not in _saved:
@@ -111,18 +110,18 @@ class TestPart2SaveAndLoad:
 
 def _check_peaks(call: str, answer: Any, reference: Any, world: Any, folder: Path) -> None:
     __tracebackhide__ = True
-    parameters = [*make(WIDTH, 2).parameters()]
-    yours, theirs = (
-        world.run(module, ranks.peaks, folder / name, WIDTH)
-        for name, module in (("yours", answer), ("theirs", reference))
-    )
+    parameters = [*make(ranks.WIDE, 2).parameters()]
+    calls = ("save", "load")
+    yours = world.run(answer, ranks.peaks, folder / "yours", *calls[: calls.index(call) + 1])
+    if not _theirs:
+        _theirs.extend(world.run(reference, ranks.peaks, folder / "theirs", *calls))
     for rank in range(2):
         check_bar(
             f"{call}, above the baseline on rank {rank} of 2",
             yours[rank][call],
             3 * shard_bytes(parameters, 2) + 2 * max(whole_bytes([p], 2) for p in parameters),
             plain=3 * shard_bytes(parameters, 1),
-            reference=theirs[rank][call],
+            reference=_theirs[rank][call],
             formula="its weights and moments + two whole parameters; plain is the whole model",
             cause="a rank gathers, or reads, what belongs to other ranks",
         )

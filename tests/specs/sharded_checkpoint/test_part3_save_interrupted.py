@@ -17,7 +17,7 @@ class TestPart3SaveInterrupted:
     def test_a_killed_save_leaves_the_checkpoint_before(self, answer, world, tmp_path):
         """Killed at each file operation of a save of step 5, after a checkpoint of step 1.
 
-        Whatever is left behind, a later save may have step 3 as well, and then one step 5.
+        Whatever is left behind, step 5 can be saved again.
         """
         (found,) = world.run(answer, ranks_interrupted.killed_saves, tmp_path)
         check(
@@ -32,7 +32,7 @@ class TestPart3SaveInterrupted:
             check_equal(off, [], f"what differs from step {step}, {where}", cause=cause)
             cause = "what a killed save has left is taken for a checkpoint, or is in the way"
             if again:
-                check_equal(again, (5, []), f"step loaded after more saves, {where}", cause=cause)
+                check_equal(again, (5, []), f"step loaded after a new save, {where}", cause=cause)
 
     @pytest.mark.survives("save", 2)
     @pytest.mark.parametrize("full_on", [0, 1])
@@ -80,7 +80,7 @@ class TestPart3SaveInterrupted:
 
     @pytest.mark.survives("save", 3)
     def test_a_save_that_fails_at_its_end_is_no_checkpoint(self, answer, worlds, tmp_path):
-        """Both ranks have written, and Ctrl-C comes on rank 0 before the last thing of all.
+        """Both ranks have written, and rank 0 fails in the last operation of all.
 
         Then one rank goes on.
         """

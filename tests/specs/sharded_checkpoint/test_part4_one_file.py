@@ -16,8 +16,6 @@ from kit.ranks.toys import make
 from specs.sharded_checkpoint import ranks, ranks_whole
 from specs.sharded_checkpoint.models import Tiny, tied
 
-WIDTH = 48
-
 
 class TestPart4OneFile:
     @pytest.mark.works("save_whole", "contents")
@@ -58,7 +56,7 @@ class TestPart4OneFile:
             check_equal(got["names"], want, what, cause=cause)
 
     @pytest.mark.exact("load_whole", "in place")
-    @pytest.mark.parametrize("world", [2, 4], indirect=True, ids="{}_ranks".format)
+    @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_a_sharded_model_loads_the_file_of_one_process(self, answer, world, tmp_path):
         """And trains on: two steps as one process makes them."""
         path = tmp_path / "whole.pt"
@@ -68,12 +66,10 @@ class TestPart4OneFile:
     @pytest.mark.saves("save_whole", "memory")
     def test_other_ranks_gather_one_parameter_at_a_time(self, answer, reference, world, tmp_path):
         """Above the baseline <= 3 x the largest parameter: itself, and twice to gather it."""
-        parameters = [*make(WIDTH, 2).parameters()]
-        for name in ("yours", "theirs"):
-            (tmp_path / name / "whole").mkdir(parents=True)
+        parameters = [*make(ranks.WIDE, 2).parameters()]
         yours, theirs = (
-            world.run(module, ranks.peaks, tmp_path / name, WIDTH)[1]["save_whole"]
-            for name, module in (("yours", answer), ("theirs", reference))
+            world.run(module, ranks.peaks, tmp_path, "save_whole")[1]["save_whole"]
+            for module in (answer, reference)
         )
         check_bar(
             "save_whole, above the baseline on rank 1 of 2",
@@ -89,19 +85,17 @@ class TestPart4OneFile:
     def test_a_full_disk_raises_on_every_rank_and_leaves_no_half_file(
         self, answer, world, tmp_path
     ):
-        """Rank 0 has no room: without a file from before, and with one. Then Ctrl-C comes."""
-        program = ranks_whole.save_whole_in_trouble
+        """Rank 0 has no room: without a file from before, and with one."""
         path = tmp_path / "whole.pt"
-        _raises_on_all(world.run(answer, program, path, "no room"))
-        cause = "it is written in place: half a file is there under its name"
-        check_equal(path.exists(), False, "whether the file is there", cause=cause)
-        for trouble in ("no room", "Ctrl-C"):
-            path = tmp_path / f"\u00e9 {trouble}" / "whole.pt"
-            path.parent.mkdir()
-            torch.save({"weight": torch.arange(200.0)}, path)
-            _raises_on_all(world.run(answer, program, path, trouble))
-            what = f"names in the file from before, after {trouble}"
-            check_equal(list(load_file(path)), ["weight"], what, cause=cause)
+        for before in ([], ["weight"]):
+            if before:
+                torch.save({"weight": torch.arange(200.0)}, path)
+            raised = world.run(answer, ranks_whole.save_whole_without_room, path)
+            cause = "an error is swallowed, or the ranks do not tell each other"
+            check_equal([*map(bool, raised)], [True] * 2, "whether each rank raises", cause=cause)
+            cause = "it is written in place: half a file is there under its name"
+            names = list(load_file(path)) if path.exists() else []
+            check_equal(names, before, "names in the file", cause=cause)
 
     @pytest.mark.survives("save_whole", "whole")
     @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_rank"])
@@ -153,9 +147,3 @@ def _bytes(state: dict[str, Any]) -> int:
     """Of all storages: what torch.save writes."""
     storages = [v.untyped_storage() for v in state.values() if isinstance(v, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _raises_on_all(raised: list[str]) -> None:
-    __tracebackhide__ = True
-    cause = "an error is swallowed, or the ranks do not tell each other"
-    check_equal([*map(bool, raised)], [True] * 2, "whether each rank raises", cause=cause)
