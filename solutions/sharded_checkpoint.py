@@ -232,10 +232,9 @@ def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]
 
 def _together(action: Callable[[], _T]) -> _T:
     """What `action` returns; if it has failed on any rank, every rank raises."""
-    result: Any = None
-    error: Exception | None = None
+    result, error = [], None
     try:
-        result = action()
+        result.append(action())
     except Exception as caught:
         error = caught
     errors: list[Any] = [None] * dist.get_world_size()
@@ -244,7 +243,7 @@ def _together(action: Callable[[], _T]) -> _T:
         raise error
     if any(errors):
         raise RuntimeError(f"another rank has failed: {next(filter(None, errors))}")
-    return result
+    return result[0]
 
 
 # Part 4
