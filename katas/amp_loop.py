@@ -60,10 +60,10 @@ def train_step(
     """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for the forward pass and the loss, off for the backward pass
-        loss       of the output as float32; returned unscaled, float32, a detached copy
+        loss       loss_fn(output.float(), targets); returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
-        skipped    whether the scaler skipped the step
+        skipped    whether the scaler skipped the step, also one whose scale stays
         memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
@@ -81,13 +81,12 @@ def train_step(
         on another dtype, scaler, max_norm or batch.
 
     Details:
-        1. Parameters without a gradient in this step, even all, are not stepped, whatever they had
-           before.
-        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm; its
-           gradient is free.
-        3. Finite gradients such as 1e30 or 1e-25 are no overflow: they have a norm.
+        1. Parameters without a gradient in this step are not stepped, whatever they had before.
+        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Nothing
+           is said of its gradient.
+        3. A huge finite gradient such as 1e30 is no overflow: it has a norm, and can be clipped.
         4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through; no step is taken or counted, and the
+        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
     raise NotImplementedError
@@ -99,7 +98,7 @@ def train_step(
 class LossScaler:
     """A dynamic loss scaler that behaves as torch.amp.GradScaler.
 
-        scale     multiplies a loss in float32 or wider, and keeps its graph
+        scale     multiplies the loss, a 16-bit one as float32, and keeps its graph
         unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
         step      unscales if that was not done, then steps unless something was found
         update    scale x backoff_factor after an overflow; scale x growth_factor after
@@ -109,23 +108,22 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: positive and finite in float32.
+        init_scale: positive and finite.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
 
     Raises:
-        on options or a state out of range.
+        on options out of range, also in a state.
 
     Details:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
-        2. A growth that would leave float32 does not happen.
-        3. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
-        4. A huge but finite gradient is no overflow.
-        5. unscale_ takes less extra memory than two gradients.
-        6. A parameter without a gradient is left alone.
-        7. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
+        2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
+        3. A huge but finite gradient is no overflow.
+        4. unscale_ takes less extra memory than two gradients.
+        5. A parameter without a gradient is left alone.
+        6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
     """
 
@@ -203,8 +201,8 @@ def save_checkpoint(
 ) -> None:
     """Write what the next step needs to a file.
 
-        saved   the state of each argument, and torch's random state on every device
-        atomic  a save writes its file whole or not at all, and no other
+        saved   the state of each argument, and the random state of CPU and GPUs
+        atomic  a save that fails leaves what was there, and no other file
 
     Args:
         path: string or path.
@@ -224,8 +222,8 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; a part refuses its state; RuntimeError:
-        another model's weights.
+        a scaler or scheduler is only saved or only given; ValueError or RuntimeError: a part
+        refuses its state.
     """
     raise NotImplementedError
 
@@ -239,8 +237,8 @@ class MasterWeights:
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
                  `optimizer` is what `make_optimizer` made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded in place. Returns False, and moves nothing, if such a gradient is infinite
-                 or NaN
+                 rounded in place. Returns False, and moves nothing, if one is infinite or NaN after
+                 the division
         memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
@@ -250,7 +248,8 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state of other masters or another optimizer.
+        loss_scale that is not positive and finite; a state of other masters, or one
+        that its optimizer refuses.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
@@ -282,4 +281,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 7acdf4403cfc
+# untouched stub 6c517875af18

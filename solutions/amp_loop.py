@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -66,10 +65,10 @@ def train_step(
     """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for the forward pass and the loss, off for the backward pass
-        loss       of the output as float32; returned unscaled, float32, a detached copy
+        loss       loss_fn(output.float(), targets); returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
-        skipped    whether the scaler skipped the step
+        skipped    whether the scaler skipped the step, also one whose scale stays
         memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
@@ -87,13 +86,12 @@ def train_step(
         on another dtype, scaler, max_norm or batch.
 
     Details:
-        1. Parameters without a gradient in this step, even all, are not stepped, whatever they had
-           before.
-        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm; its
-           gradient is free.
-        3. Finite gradients such as 1e30 or 1e-25 are no overflow: they have a norm.
+        1. Parameters without a gradient in this step are not stepped, whatever they had before.
+        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Nothing
+           is said of its gradient.
+        3. A huge finite gradient such as 1e30 is no overflow: it has a norm, and can be clipped.
         4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through; no step is taken or counted, and the
+        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
     _check_options(scaler, dtype, max_norm)
@@ -106,20 +104,16 @@ def train_step(
     # An autocast of the caller keeps its cache: copies of weights in another dtype, or from before
     # the last step. Without one, leaving ours clears it anyway.
     torch.clear_autocast_cache()
-    try:
-        with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
-            # float() because a float16 loss times a scale of 65536 is infinite. No name for the
-            # output: it would live through the backward pass.
-            loss = loss_fn(model(inputs).float(), targets)
-    finally:
-        torch.clear_autocast_cache()
+    with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
+        # float() because a float16 loss times a scale of 65536 is infinite. No name for the
+        # output: it would live through the backward pass.
+        loss = loss_fn(model(inputs).float(), targets)
+    torch.clear_autocast_cache()
 
     # Outside autocast, the caller's too: backward runs each operation in the dtype that its
     # forward had.
     with _outside_autocast(inputs.device.type):
         (loss if scaler is None else scaler.scale(loss)).backward()
-    if all(p.grad is None for p in parameters):
-        scaler = None  # GradScaler raises where there is no gradient to look at
     if scaler is not None:
         # Unscale before anything looks at the gradients: scaled ones are 65536 times too long,
         # and clipping those would leave a step of next to nothing.
@@ -168,10 +162,8 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    # In float64, until it has clipped: the square of 1e30 or 1e-25 is no float32, and a norm of
-    # several 3e38 is none either.
+    # In float64: the square of 1e30 is no float32.
     norms = [torch.linalg.vector_norm(_values(g), dtype=torch.float64) for g in gradients]
-    norms.append(torch.zeros((), dtype=torch.float64, device=device))  # there may be no gradient
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     return total
 
@@ -209,7 +201,7 @@ def _check_batch(batch: Batch) -> None:
 class LossScaler:
     """A dynamic loss scaler that behaves as torch.amp.GradScaler.
 
-        scale     multiplies a loss in float32 or wider, and keeps its graph
+        scale     multiplies the loss, a 16-bit one as float32, and keeps its graph
         unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
         step      unscales if that was not done, then steps unless something was found
         update    scale x backoff_factor after an overflow; scale x growth_factor after
@@ -219,23 +211,22 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: positive and finite in float32.
+        init_scale: positive and finite.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
 
     Raises:
-        on options or a state out of range.
+        on options out of range, also in a state.
 
     Details:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
-        2. A growth that would leave float32 does not happen.
-        3. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
-        4. A huge but finite gradient is no overflow.
-        5. unscale_ takes less extra memory than two gradients.
-        6. A parameter without a gradient is left alone.
-        7. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
+        2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
+        3. A huge but finite gradient is no overflow.
+        4. unscale_ takes less extra memory than two gradients.
+        5. A parameter without a gradient is left alone.
+        6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
     """
 
@@ -260,9 +251,8 @@ class LossScaler:
         good_steps: int,
     ) -> None:
         """Check all, then set all."""
-        # Losses are multiplied in float32, where 1e39 is infinite and 1e-50 is 0.
-        if not 0 < torch.tensor(scale, dtype=torch.float32) < math.inf:
-            raise ValueError(f"the scale must be positive and finite in float32, not {scale}")
+        if not 0 < scale < math.inf:
+            raise ValueError(f"the scale must be positive and finite, not {scale}")
         if not growth_factor > 1:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
         if not 0 < backoff_factor < 1:
@@ -319,9 +309,7 @@ class LossScaler:
         else:
             self._good_steps += 1
             if self._good_steps == self._growth_interval:
-                grown = self._scale * self._growth_factor
-                if grown <= torch.finfo(torch.float32).max:
-                    self._scale = grown
+                self._scale *= self._growth_factor
                 self._good_steps = 0
         self._overflow.clear()
         self._stepped.clear()
@@ -338,7 +326,6 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-        # Read before any is set: one may be missing, as all are where a GradScaler is switched off.
         self._set(
             state_dict["scale"],
             state_dict["growth_factor"],
@@ -393,8 +380,8 @@ def save_checkpoint(
 ) -> None:
     """Write what the next step needs to a file.
 
-        saved   the state of each argument, and torch's random state on every device
-        atomic  a save writes its file whole or not at all, and no other
+        saved   the state of each argument, and the random state of CPU and GPUs
+        atomic  a save that fails leaves what was there, and no other file
 
     Args:
         path: string or path.
@@ -407,8 +394,8 @@ def save_checkpoint(
         "random": torch.get_rng_state(),
         "cuda_random": torch.cuda.get_rng_state_all(),  # one for each GPU, so often none
     }
-    # Write beside it, under a name that nobody has, then rename: that happens whole or not at all.
-    partial = Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
+    # Write beside it, then rename: that happens whole or not at all.
+    partial = Path(f"{os.fspath(path)}.partial")
     try:
         torch.save(state, partial)
         os.replace(partial, path)
@@ -428,8 +415,8 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; a part refuses its state; RuntimeError:
-        another model's weights.
+        a scaler or scheduler is only saved or only given; ValueError or RuntimeError: a part
+        refuses its state.
     """
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, given in (("scaler", scaler), ("scheduler", scheduler)):
@@ -462,8 +449,8 @@ class MasterWeights:
         masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
                  `optimizer` is what `make_optimizer` made of them
         step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded in place. Returns False, and moves nothing, if such a gradient is infinite
-                 or NaN
+                 rounded in place. Returns False, and moves nothing, if one is infinite or NaN after
+                 the division
         memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
         state    the masters and the optimizer's state
 
@@ -473,7 +460,8 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state of other masters or another optimizer.
+        loss_scale that is not positive and finite; a state of other masters, or one
+        that its optimizer refuses.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.

@@ -2,7 +2,6 @@
 
 import math
 from collections import namedtuple
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -11,8 +10,8 @@ from kit.laws import draw
 from kit.laws.again import retried
 from kit.laws.compare import NEAR
 from kit.laws.law import Law
-from kit.laws.trace import Planted, Probe, World
-from kit.laws.twists import bad_batches, fails, inside_autocast, option, put, refused, unused
+from kit.laws.trace import Probe, World
+from kit.laws.twists import option, put
 
 
 def one_step():
@@ -24,9 +23,9 @@ def one_step():
 
 
 def many_steps():
-    """Seven batches of unequal length, a schedule, and momentum."""
+    """Five batches of unequal length, a schedule, and momentum."""
     world = one_step()
-    world.batches = [(draw.randn(n, 7), 4 * draw.randn(n, 5)) for n in (3, 5, 2, 4, 1, 6, 2)]
+    world.batches = [(draw.randn(n, 7), 4 * draw.randn(n, 5)) for n in (3, 5, 2, 4, 1)]
     world.gamma = 0.5
     return world
 
@@ -42,16 +41,11 @@ def train_step(w):
     for p in held:
         p.grad = None
     torch.clear_autocast_cache()
-    try:
-        with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
-            loss = w.loss_fn(w.model(w.batch[0]).float(), w.batch[1])
-    finally:
-        torch.clear_autocast_cache()
+    with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
+        loss = w.loss_fn(w.model(w.batch[0]).float(), w.batch[1])
+    torch.clear_autocast_cache()
     with torch.autocast(w.device.type, enabled=False):
         (scaler.scale(loss) if scaler else loss).backward()
-    if all(p.grad is None for p in held):
-        w.optimizer.step()
-        return Step(loss.detach().float().clone(), torch.zeros((), device=w.device), False)
     if scaler:
         scaler.unscale_(w.optimizer)
     gradients = [p.grad for p in held if p.grad is not None]
@@ -117,10 +111,6 @@ FREE = (
     ("kept gradients", lambda want, w: want["outcome"] != "ValueError"),
     ("loss calls", lambda want, w: want["outcome"] != "returns"),
     ("passes|buffers|random", lambda want, w: "Planted" in want["outcome"]),
-    ("grad_norm", lambda want, w: "norm beyond float32" in w.tags),
-    # A step of nothing may be left out, and nothing lies on no device.
-    ("optimizer steps|gradients at|rate", lambda want, w: "no gradient" in w.tags),
-    ("grad_norm", lambda want, w: "no gradient" in w.tags and w.device.type != "cpu"),
     (
         "gradients at|weights|optimizer state",
         lambda want, w: "not finite" in w.tags and not w.scaler and "max_norm" in w.options,
@@ -156,48 +146,15 @@ RUN = Law(
 )
 
 
-def no_gradient(w):
-    """What the optimizer holds gets no gradient, as a generator while its critic is trained."""
-    unused(w)
-    w.foreign, w.tags = tuple(dict(w.model.named_parameters())), {*w.tags, "no gradient"}
-
-
-def loss_fails_inside_autocast(w):
-    """The loss fails each time; the caller, inside bfloat16, takes other weights and goes on."""
-    inside_autocast(torch.bfloat16)(w)
-    inside = w.outer
-
-    @contextmanager
-    def outer():
-        with inside():
-            yield
-            with torch.no_grad():
-                for p in w.model.parameters():
-                    p.mul_(0.5)
-
-    w.outer, w.loss = outer, broken_loss
-
-
-def broken_loss(out, y):
-    raise Planted("planted")
-
-
-def early_refusals():
-    """Options that do not fit are refused before a batch is asked for."""
-    yield "float64, and no batches", *refused(put(dtype=torch.float64), put(batches=[]))
-    yield "float64, and no batch can be read", *refused(put(dtype=torch.float64), fails("batch"))
-
-
-def refusals(at=0):
-    """A batch at this place that is no pair of tensors of one length; options that do not fit."""
-    yield from bad_batches(at)
+def bad_options():
+    """Options that do not fit, each with what the message names."""
     for dtype in (torch.float64, torch.int8, "float16", torch.float16):
-        yield f"{dtype!r} without a scaler", *refused(put(dtype=dtype), mentions=[name_of(dtype)])
+        yield f"{dtype!r} without a scaler", put(dtype=dtype), name_of(dtype)
     for dtype in (torch.bfloat16, torch.float32):
         scaled = put(dtype=dtype, scaler={"init_scale": 2.0})
-        yield f"{dtype} with a scaler", *refused(scaled, mentions=[name_of(dtype)])
+        yield f"{dtype} with a scaler", scaled, name_of(dtype)
     for value in (-2.5, 0.0, math.nan, -math.inf):
-        yield f"max_norm {value}", *refused(option(max_norm=value), mentions=[value])
+        yield f"max_norm {value}", option(max_norm=value), value
 
 
 def name_of(dtype):

@@ -9,16 +9,15 @@ from torch import nn
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.checks import check_close
-from kit.laws.precisions import DTYPES, HALVES, PRECISIONS, scaler_for
+from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
 from kit.laws.trace import PlantedInterrupt
 from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import STEP, loss_fails_inside_autocast, no_gradient, refusals
+from specs.amp_loop.laws import STEP, bad_options
 
-in_each_precision, half, adam = STEP.spec(*PRECISIONS), option(max_norm=0.5), put(adam={"lr": 0.01})
+in_each_precision, half = STEP.spec(*PRECISIONS), option(max_norm=0.5)
 
 
 def by_hand(w):
@@ -84,20 +83,13 @@ class TestPart1TrainStep:
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision
     def test_skips_on_an_overflow_and_on_nothing_else(self):
+        adam = put(adam={"lr": 0.01})
         yield "an infinite gradient", gradient(math.inf), trained_before
-        yield "a NaN gradient", gradient(math.nan), trained_before
+        yield "a NaN gradient, Adam", gradient(math.nan), adam, trained_before
         yield "an infinite gradient, clipped", gradient(-math.inf), option(max_norm=1.0)
-        yield "an infinite gradient, Adam", gradient(math.inf), adam, trained_before
-        yield "an infinite target", twists.infinite_target
         loss = put(loss=lambda out, y: mse(out, y) + math.inf)
-        yield "an infinite loss with finite gradients", loss
+        yield "an infinite loss with finite gradients, Adam", loss, adam
         yield "learning rate 0", put(sgd={"lr": 0.0, "momentum": 0.9})
-        yield "Adam", adam
-        yield (
-            "gradients of 3e38, whose norm is not finite",
-            huge(3e38),
-            twists.scaled(init_scale=1.0),
-        )
 
     @pytest.mark.saves("train_step", "memory")
     @HALVES
@@ -125,7 +117,7 @@ class TestPart1TrainStep:
         return peak, 0.60 * plain, plain
 
     @pytest.mark.saves("train_step", "memory")
-    @DTYPES
+    @HALVES
     @bar(
         "peak of a step with a wide output",
         "3.25 x the logits + 3 x the weight; plain holds the output",
@@ -182,8 +174,6 @@ class TestPart1TrainStep:
         yield "a parameter without a gradient", twists.unused
         yield "a parameter without a gradient, clipped", twists.unused, half
         yield "frozen, with an old gradient", twists.stale, twists.frozen
-        yield "no gradient at all", no_gradient
-        yield "no gradient at all, clipped", no_gradient, half
 
     @pytest.mark.survives("train_step", 2)
     @in_each_precision
@@ -199,17 +189,6 @@ class TestPart1TrainStep:
         clipped = option(max_norm=3.0), put(sgd={"lr": 0.5}), twists.scaled(init_scale=1.0)
         yield "a gradient of 1e30, clipped", huge(1e30), *clipped
 
-    @pytest.mark.survives("train_step", 3)
-    @pytest.mark.parametrize("size", [1e-25, 1e30])
-    def test_a_norm_has_the_range_of_float32(self, answer, device, size):
-        """Five gradients of 1e-25 have a norm; the square of each is 0 in float32."""
-        model, batch = mlp(4, 1, device=device), (torch.ones(1, 4), torch.ones(1))
-        batch, loss = [x.to(device) for x in batch], lambda out, y: out.sum() * size
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        result = answer.train_step(model, batch, loss, optimizer, dtype=torch.float32)
-        cause = "squares or their sum leave float32: take the largest out, or use float64"
-        check_close(result.grad_norm, 5**0.5 * size, "grad_norm", atol=0, cause=cause)
-
     @pytest.mark.survives("train_step", 4)
     @in_each_precision
     def test_dtype_holds_inside_an_autocast_of_the_caller(self):
@@ -217,14 +196,12 @@ class TestPart1TrainStep:
         yield "inside float16", twists.inside_autocast(torch.float16)
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
         yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
-        yield "inside bfloat16, where the loss fails", loss_fails_inside_autocast
 
     @pytest.mark.survives("train_step", "untouched")
     @in_each_precision
     def test_the_mode_is_the_callers(self):
         yield "dropout", insert(lambda: nn.Dropout(0.5))
         yield "one layer in eval mode", insert(lambda: nn.Dropout(0.5), layer_train=False)
-        yield "batch norm", insert(lambda: nn.BatchNorm1d(13))
         yield "batch norm in eval mode", insert(lambda: nn.BatchNorm1d(13), train=False)
 
     @pytest.mark.survives("train_step", 5)
@@ -232,7 +209,6 @@ class TestPart1TrainStep:
     def test_an_error_comes_through_and_no_step_is_taken(self):
         """And the same call after it does what it would have done."""
         yield "the model fails", trained_before, fails("model")
-        yield "Ctrl-C in the model", trained_before, fails("model", 1, PlantedInterrupt)
         yield "the loss fails", trained_before, foreign, fails("loss")
         yield "the optimizer fails", trained_before, fails("step")
         yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
@@ -242,7 +218,9 @@ class TestPart1TrainStep:
     def test_refuses_what_does_not_fit(self):
         yield "a pair in a list is fine", twists.in_lists
         yield "a pair with names is fine", twists.in_tuples_with_names
-        yield from refusals()
+        yield from twists.bad_batches()
+        for name, twist, named in bad_options():
+            yield name, *twists.refused(twist, mentions=[named])
 
 
 def measured_step(module, model, batch, loss, dtype, optimizer=torch.optim.SGD):

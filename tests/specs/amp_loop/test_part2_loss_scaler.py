@@ -1,7 +1,7 @@
 """The hand-written scaler beside torch.amp.GradScaler, through scripts of calls."""
 
 from functools import partial
-from itertools import chain, product
+from itertools import chain, cycle, product
 from math import inf, nan
 
 import pytest
@@ -21,7 +21,7 @@ from kit.memory.ruler import measure
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 OUT_OF_RANGE = {
-    "init_scale": (0.0, -4.0, inf, nan, 1e39, 1e-50),  # the last two in float32 alone
+    "init_scale": (0.0, -4.0, inf, nan),
     "growth_factor": (1.0, 0.5, nan),
     "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
     "growth_interval": (0, -1, nan),
@@ -123,7 +123,7 @@ def scripts():
     used = st.tuples(calls("a"), calls("b")).filter(any)
     end = st.sampled_from((("update()",), ("update()",), ("update()", "reload()")))
     one = st.tuples(used, end).map(lambda parts: [*parts[0][0], *parts[0][1], *parts[1]])
-    return st.lists(one, min_size=1, max_size=6).map(lambda rounds: "; ".join(chain(*rounds)))
+    return st.lists(one, min_size=1, max_size=4).map(lambda rounds: "; ".join(chain(*rounds)))
 
 
 class TestPart2LossScaler:
@@ -145,7 +145,7 @@ class TestPart2LossScaler:
     @agrees("not every element of every gradient is looked at")
     def test_finds_an_overflow_anywhere(self):
         """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
-        for bad, at in product((inf, -inf, nan), range(sum(SIZES))):
+        for at, bad in zip(range(sum(SIZES)), cycle((inf, -inf, nan))):
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
         for bad in (None, inf, nan):
             yield f"{bad}, sparse", f"backward(a, {bad}, at=2, sparse=0); step(a); update()"
@@ -173,9 +173,9 @@ class TestPart2LossScaler:
     def test_step_unscales_unless_that_was_done(self):
         """With unscale_ before it, without, and with an update that no step came before."""
         ways = "unscale_(a); step(a)", "step(a)", "unscale_(a)"
-        for bad, first, second in product((None, inf), ways, ways):
-            script = f"{rounds(bad, calls=first)}; {rounds(None, calls=second)}; {rounds(None)}"
-            yield f"{bad}: {first}, {second}", script
+        for bad, first in product((None, inf), ways):
+            script = f"{rounds(bad, calls=first)}; {rounds(None)}"
+            yield f"{bad}: {first}", script
         for done, again in product(("", "unscale_(a); "), ("", "step(a); ")):
             script = f"backward(a); {done}fail(a); step(a); {again}update(); {rounds(None)}"
             yield f"the optimizer fails: {done}{again}", script
@@ -190,7 +190,7 @@ class TestPart2LossScaler:
             yield loads, f"{before}; {loads}; {after}", options
         yield "the defaults", "update()", {}
 
-    @pytest.mark.saves("LossScaler", 5)
+    @pytest.mark.saves("LossScaler", 4)
     @bar(
         "peak of unscale_ above its baseline",
         "2 x one gradient of eight",
@@ -222,13 +222,6 @@ class TestPart2LossScaler:
             yield f"{bads}, {order}", f"{once(*bads, *order)}; {once(None, None, *order)}"
 
     @pytest.mark.survives("LossScaler", 2)
-    @agrees("the scale grows without end, and then every gradient is infinite")
-    def test_does_not_grow_out_of_float32(self):
-        """Twice 2**127 is above float32's largest number, and GradScaler stays."""
-        calls = "; ".join(["backward(a, value=0.0); step(a); update()"] * 4)
-        yield "four good steps", calls, {"init_scale": 2.0**126, "growth_interval": 1}
-
-    @pytest.mark.survives("LossScaler", 3)
     def test_refuses_float16_gradients(self, answer, device):
         """They mean a model that was cast: divided in float16, small gradients underflow again."""
         dtypes = (torch.float32, torch.float64, torch.float16)
@@ -248,27 +241,27 @@ class TestPart2LossScaler:
         got = [p.detach()[0].item() for p in params]
         check_equal(got, [0.25, 1 - 6e300 / 8, 1.0], "weights of three dtypes", cause=cause)
 
-    @pytest.mark.survives("LossScaler", 4)
+    @pytest.mark.survives("LossScaler", 3)
     @agrees("the sum or the norm of a gradient is looked at, not its elements")
     def test_huge_but_finite_gradients_are_no_overflow(self):
         """Four times 3e38 is above float32's largest; each of them is not."""
         yield "3e38", "backward(a, value=1.5e38); step(a); update()", {"init_scale": 2.0}
 
-    @pytest.mark.survives("LossScaler", 6)
+    @pytest.mark.survives("LossScaler", 5)
     @agrees("a parameter without a gradient is stepped, or ends the step")
     def test_leaves_parameters_without_a_gradient_alone(self):
-        for missing, bad, at in product(range(3), (None, inf), (0, 15)):
-            middle = f"backward(a, {bad}, missing={missing}, at={at}); step(a); update()"
-            script = f"{rounds(None)}; {middle}; {rounds(None)}"
-            yield f"none for {missing}, {bad} at {at}", script
+        for missing, bad in product(range(3), (None, inf)):
+            middle = f"backward(a, {bad}, missing={missing}); step(a); update()"
+            yield f"none for {missing}, {bad}", f"{rounds(None)}; {middle}; {rounds(None)}"
 
-    @pytest.mark.survives("LossScaler", 7)
+    @pytest.mark.survives("LossScaler", 6)
     @agrees("what was done since the last update is not kept for each optimizer")
     def test_refuses_calls_out_of_order(self):
-        """All ways to make three of four calls, and two of them after an overflow."""
-        for bad, count in ((inf, 2), (None, 3)):
-            for calls in product(("unscale_(a)", "step(a)", "update()", "step(b)"), repeat=count):
-                yield f"{calls}, {bad}", "; ".join([f"backward(a, {bad}); backward(b)", *calls])
+        """Any two calls, after an overflow too, and with a call for another one between."""
+        for bad, between in ((inf, ""), (None, "step(b); ")):
+            for first, last in product(("unscale_(a)", "step(a)", "update()"), repeat=2):
+                script = f"backward(a, {bad}); backward(b); {first}; {between}{last}"
+                yield f"{first}; {between}{last}, {bad}", script
 
     @pytest.mark.survives("LossScaler", "Raises")
     def test_refuses_options_out_of_range(self, answer):
@@ -279,20 +272,14 @@ class TestPart2LossScaler:
 
     @pytest.mark.survives("LossScaler", "Raises")
     def test_a_refused_state_changes_nothing(self, answer):
-        """One number out of range, or missing; all are for a GradScaler that is switched off."""
+        """One number is out of range, the others are new."""
         scaler, other = answer.LossScaler(**GROWING), answer.LossScaler(4.0, 3.0, 0.25, 7)
         before, state = scaler.state_dict(), other.state_dict()
-        wrong = {
-            f"with {key}={value}": state | {key.removeprefix("init_"): value}
-            for key, values in OUT_OF_RANGE.items()
-            for value in values
-        }
-        short = {f"without {key}": {k: v for k, v in state.items() if k != key} for key in state}
-        short["of {}"] = {}
-        for what, bad in (wrong | short).items():
-            error = ValueError if what in wrong else (ValueError, KeyError, RuntimeError)
-            check_raises(partial(scaler.load_state_dict, bad), error, when=f"for a state {what}")
-            cause = "numbers are set one by one, before the last is there and in range"
-            check_equal(
-                scaler.state_dict(), before, f"the scaler, refused a state {what}", cause=cause
-            )
+        cause = "numbers are set one by one, before the last is in range"
+        for option, values in OUT_OF_RANGE.items():
+            for value in values:
+                key = option.removeprefix("init_")
+                call = partial(scaler.load_state_dict, state | {key: value})
+                check_raises(call, ValueError, when=f"for a state with {key}={value}")
+                what = f"the scaler, refused a state with {key}={value}"
+                check_equal(scaler.state_dict(), before, what, cause=cause)

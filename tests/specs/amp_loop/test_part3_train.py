@@ -1,6 +1,8 @@
 """Many steps: batches, schedule, real text, and a stop at any step that leaves no trace."""
 
 import math
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,16 +13,13 @@ from torch.amp import GradScaler
 from kit.laws import draw, twists
 from kit.laws.bars import bar
 from kit.laws.checks import check, check_close, check_equal, check_raises
-from kit.laws.failures import FAILURES, failing, renamed
+from kit.laws.failures import FAILURES, failing
 from kit.laws.precisions import scaler_for
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import PlantedInterrupt, PlantedStop, World, kept
-from kit.laws.twists import fails, gradient, option, put
+from kit.laws.twists import bad_batches, fails, gradient, option, put, refused
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import RUN, early_refusals, refusals, train
-
-# A file's name may have any suffix, or none: one for each step after which a run stops.
-NAMES = ["run.pt", "run.tmp", "run", "run.pt.partial", "run.pt.tmp", ".run"]
+from specs.amp_loop.laws import RUN, bad_options, train
 
 
 class Opening(nn.Module):
@@ -122,21 +121,21 @@ class TestPart3Train:
     @pytest.mark.exact("train", "scheduler")
     @RUN.spec("fp32", "fp16")
     def test_the_schedule_follows_the_steps_that_were_taken(self):
-        for number in (1, 2, 4, 7):
+        for number in (1, 4):
             yield f"an overflow at batch {number}", gradient(math.inf, number)
 
     @pytest.mark.exact("train_step", "dtype")
     def test_learns_real_text_as_well_as_float32(self, answer, device):
         """50 steps of a byte-level transformer: the mean of the last ten losses within 0.2 %.
 
-        Measured: 0.003 % (bfloat16) and 0.001 % (float16); with bfloat16 weights 0.4 %.
+        Measured: 0.03 % (bfloat16) and 0.002 % (float16); with bfloat16 weights 0.4 %.
         """
 
         def last_losses(dtype):
             draw.seed(1)
             model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
             optimizer = torch.optim.Adam(model.to(device).parameters(), lr=0.003)
-            batches = text_batches(50, batch=4, length=17)
+            batches = text_batches(50, batch=2, length=9)
             batches = ((x.to(device), y.to(device)) for x, y in batches)
             loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
             # A scale that overflows at first would skip steps, and learn from fewer batches.
@@ -153,14 +152,14 @@ class TestPart3Train:
     @pytest.mark.exact("load_checkpoint", "resume")
     @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_unscaled"])
     def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
-        """Stopped after 0 to 5 of 6 steps; dropout, batch norm, schedule and scale in between.
+        """Stopped in the middle of 6 steps; dropout, batch norm, schedule and scale in between.
 
         A scaler that is switched off has a state too: an empty one.
         """
-        whole = go_on(run(precision, device), 0)
+        whole, path = go_on(run(precision, device), 0), tmp_path / "run.pt"
         cause = "it is not saved, or not loaded, or what came after the save has leaked into it"
-        for stop, name in enumerate(NAMES):
-            first, path = run(precision, device), tmp_path / name
+        for stop in (0, 3, 4) if precision == "fp16" else (3,):
+            first = run(precision, device)
             go_on(first, 0, stop)
             answer.save_checkpoint(path, *parts(first))
             go_on(first, stop)
@@ -193,9 +192,11 @@ class TestPart3Train:
     @pytest.mark.survives("train", "Raises")
     @RUN.spec()
     def test_refuses_what_train_step_refuses(self):
-        """The three batches before a bad one count."""
-        yield from refusals(at=3)
-        yield from early_refusals()
+        """The batch before a bad one counts; options are refused before a batch is asked for."""
+        yield from bad_batches(at=1)
+        for name, twist, named in bad_options():
+            yield name, *refused(twist, fails("batch"), mentions=[named])
+        yield "float64, and no batches", *refused(put(dtype=torch.float64), put(batches=[]))
 
     @pytest.mark.survives("train", "untouched")
     @RUN.spec("fp32", "fp16")
@@ -215,69 +216,56 @@ class TestPart3Train:
         check_equal(world.now(), before, "the run after a save", cause="the save changes it")
 
     @pytest.mark.survives("save_checkpoint", "atomic")
-    @pytest.mark.parametrize("old", [True, False], ids=["second_save", "first_save"])
-    def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path, old):
+    def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path):
         """The disk is full at any moment, pickling fails, Ctrl-C, the rename fails."""
         world, path = run("fp32", device), tmp_path / "run.pt"
         answer.save_checkpoint(path, *parts(world))
         whole = path.read_bytes()
         go_on(world, 0, 2)
-        want = {"run.pt": True} if old else {}
         cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"
-        for failure in FAILURES:
-            if not old:
+        for want, failure in product(({"run.pt": True}, {}), FAILURES):
+            if not want:
                 path.unlink(missing_ok=True)
             with failing(failure, world.model, len(whole)):
                 answer.save_checkpoint(path, *parts(world))
             files = {file.name: file.read_bytes() == whole for file in tmp_path.iterdir()}
-            check_equal(files, want, f"whole files after a save ({failure})", cause=cause)
-
-    @pytest.mark.survives("save_checkpoint", "atomic")
-    def test_a_save_changes_no_other_file(self, answer, device, tmp_path):
-        """What is not complete yet has a name, and somebody may have a file of that name."""
-        world, path = run("fp32", device), tmp_path / "run.pt"
-        with renamed() as partial:
-            answer.save_checkpoint(path, *parts(world))
-        others = [file for file in partial if file.parent.exists()]
-        for file in others:
-            file.write_bytes(b"mine")
-        answer.save_checkpoint(path, *parts(world))
-        found = [file.exists() and file.read_bytes() for file in others]
-        cause = "a file is lost that has the name of the partial one: take a name that nobody has"
-        check_equal(found, [b"mine" for _ in others], "other files after a save", cause=cause)
+            what = f"whole files after a {'later' if want else 'first'} save ({failure})"
+            check_equal(files, want, what, cause=cause)
 
     @pytest.mark.survives("load_checkpoint", "Raises")
-    @pytest.mark.parametrize("other", OTHERS)
-    def test_refuses_to_load_into_another_run(self, answer, device, tmp_path, other):
+    def test_refuses_to_load_into_another_run(self, answer, device, tmp_path):
         """A part of it stayed as it was and training went on without a word, or half of it moved.
 
         Whichever part refuses: what others have loaded before is put back, or was not loaded yet.
         """
-        saved, world = run("fp16_unscaled", device), run("fp16_unscaled", device)
+        saved = run("fp16_unscaled", device)
         go_on(saved, 0, 3)
         answer.save_checkpoint(path := tmp_path / "run.pt", *parts(saved))
-        go_on(world, 0, 1)
-        OTHERS[other](world)
-        before = state_of(world)
-        load = lambda: answer.load_checkpoint(path, *parts(world))  # noqa: E731
-        errors, when = (RuntimeError, ValueError), f"where the run has {other}"
-        check_raises(load, errors, when=when, cause="it is not checked, or strict=False")
-        cause = "one part is loaded, whole or half, before another refuses"
-        what = f"the run with {other} after the refused load"
-        check_equal(state_of(world), before, what, cause=cause)
+        for other, change in OTHERS.items():
+            world = run("fp16_unscaled", device)
+            go_on(world, 0, 1)
+            change(world)
+            before = state_of(world)
+            load = partial(answer.load_checkpoint, path, *parts(world))
+            errors, when = (RuntimeError, ValueError), f"where the run has {other}"
+            check_raises(load, errors, when=when, cause="it is not checked, or strict=False")
+            cause = "one part is loaded, whole or half, before another refuses"
+            what = f"the run with {other} after the refused load"
+            check_equal(state_of(world), before, what, cause=cause)
 
     @pytest.mark.survives("load_checkpoint", "Raises")
-    @pytest.mark.parametrize("part", ["scaler", "scheduler"])
-    @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not_saved"])
-    def test_refuses_to_load_what_was_not_saved(self, answer, device, tmp_path, part, saved):
-        worlds = [run("fp16", device), run("fp16", device)]
-        go_on(worlds[0], 0, 2)
-        setattr(worlds[saved], {"scaler": "grad_scaler"}.get(part, part), None)
-        answer.save_checkpoint(path := tmp_path / "run.pt", *parts(worlds[0]))
-        draw.seed(99)
-        before = state_of(worlds[1])
-        when = f"for a checkpoint {'with' if saved else 'without'} {part}"
-        load = lambda: answer.load_checkpoint(path, *parts(worlds[1]))  # noqa: E731
-        check_raises(load, ValueError, mentions=[part], when=when)
-        cause = "parts are loaded while others are still to be checked"
-        check_equal(state_of(worlds[1]), before, "the run after the refused load", cause=cause)
+    def test_refuses_to_load_what_was_not_saved(self, answer, device, tmp_path):
+        """A scaler or a schedule that only the file has, or only the run."""
+        for part, saved in product(("grad_scaler", "scheduler"), (True, False)):
+            name, path = part.removeprefix("grad_"), tmp_path / "run.pt"
+            first, second = run("fp16", device), run("fp16", device)
+            go_on(first, 0, 2)
+            setattr(second if saved else first, part, None)
+            answer.save_checkpoint(path, *parts(first))
+            draw.seed(99)
+            before = state_of(second)
+            when = f"for a checkpoint {'with' if saved else 'without'} {name}"
+            load = partial(answer.load_checkpoint, path, *parts(second))
+            check_raises(load, ValueError, mentions=[name], when=when)
+            cause = "parts are loaded while others are still to be checked"
+            check_equal(state_of(second), before, f"the run after a load {when}", cause=cause)

@@ -21,7 +21,7 @@ from kit.memory.ruler import bytes_of, measure
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.003)
-SMALL = partial(torch.optim.SGD, lr=2.0**-13)
+SMALL = partial(torch.optim.SGD, lr=2.0**-12)
 GROUPS = lambda masters: SGD([{"params": masters[1:]}, {"params": masters[:1], "lr": 0.5}])  # noqa: E731
 
 
@@ -146,16 +146,17 @@ class TestPart4MasterWeights:
     @pytest.mark.works("MasterWeights", "step")
     @agrees("masters are rounded on the way, or not rounded into the very weights of the model")
     def test_learns_from_updates_too_small_for_sixteen_bits(self):
-        """40 updates of 2**-13 on weights from 1 on: each alone is rounded away, together 0.005."""
+        """20 updates of 2**-12 on weights from 1 on: each alone is rounded away, together 0.005."""
         for dtype in (torch.bfloat16, torch.float16):
-            yield str(dtype), "; ".join(["backward(); step()"] * 40), SMALL, partial(layer, dtype)
+            yield str(dtype), "; ".join(["backward(); step()"] * 20), SMALL, partial(layer, dtype)
         yield "views of the weights", "backward(); step(); views(); reload(); views()"
 
     @pytest.mark.exact("MasterWeights", "step")
     @agrees("compare with float32 training: widen, divide, look, step, round, drop gradients")
     def test_is_float32_training_rounded(self):
         """Good and bad gradients, scaled, with zero_grad or a reload between, and stale ones."""
-        for bad, call in product((None, inf, -inf, nan), ("", "zero_grad(); ", "reload(); ")):
+        between = ((None, "zero_grad(); "), (inf, ""), (-inf, "zero_grad(); "), (nan, "reload(); "))
+        for bad, call in between:
             again = f"{call}step(); backward(-0.5); step(2.0**26)"
             script = f"backward(); step(); backward(3e4, {bad}); step(8.0); {again}"
             yield f"SGD, {bad}, {call}", script, SGD, partial(layer, torch.float16)
@@ -172,7 +173,7 @@ class TestPart4MasterWeights:
     def test_goes_on_from_a_file(self):
         """Masters, moments, and the learning rate that was set meanwhile."""
         new_rate = "optimizer.param_groups[0].update(lr=0.001)"
-        for between in product(("reload()", new_rate), repeat=3):
+        for between in product(("reload()", new_rate), repeat=2):
             script = "; ".join(f"backward(); step(); {call}; backward(-0.5)" for call in between)
             yield f"{between}", f"{script}; step()", ADAM
 
@@ -224,8 +225,7 @@ class TestPart4MasterWeights:
         for bad, call, missing in product((None, inf), ("", "reload(); "), (0, 1)):
             again = f"{call}backward(-0.5, missing={missing}); step()"
             script = f"backward(); step(); backward(1, {bad}); step(); {again}"
-            yield f"SGD, {bad}, {call}, {missing}", script, SGD
-            yield f"Adam, {bad}, {call}, {missing}", script, ADAM
+            yield f"{bad}, {call}, {missing}", script, (SGD, ADAM)[missing]
         yield "the optimizer fails", "backward(); fail(); step(); backward(1, missing=0); step()"
 
     @pytest.mark.survives("MasterWeights", 4)
