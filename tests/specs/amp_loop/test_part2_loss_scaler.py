@@ -166,7 +166,7 @@ class TestPart2LossScaler:
             cause = "something is kept for longer than to the next update, or not as long"
             check_equal(got, want, "LossScaler", cause=cause)
 
-        for_all(scripts(), check_script)
+        for_all(scripts(), check_script, examples=15)
 
     @pytest.mark.exact("LossScaler", "step")
     @agrees("gradients are unscaled twice or not at all, or update() asks who has stepped")
