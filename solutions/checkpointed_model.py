@@ -1,23 +1,21 @@
-"""Checkpointed model: recompute activations instead of keeping them, and lose no bit.
+"""Checkpointed model: recompute activations instead of keeping them.
 
-An *input* is the bytes of a block's input; an *inside*, what its own forward and backward add at
-their peak.
+An *input*: a block's input in bytes; an *inside*: its plain peak above weights, input,
+gradients.
 
-Errors are ValueError unless it says otherwise, name the offending value, and are raised before
-anything is changed.
+Errors are ValueError unless it says otherwise, name the offending value, and come before any
+change. An "error" is any exception.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 # Operations whose results are dear to recompute: matrix products, and attention on every device.
@@ -82,6 +80,7 @@ class LargeModel(nn.Module):
 
     Args:
         num_layers: at least 1.
+        dropout: 0 to 1.
         segment_size: 1 to num_layers.
 
     Raises:
@@ -92,8 +91,8 @@ class LargeModel(nn.Module):
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input, mask, parameter or mode changed before the backward pass: an error, no wrong
-           gradient.
+        5. An input, mask or parameter changed in place, or a mode changed, before the backward
+           pass: an error or right gradients.
         6. A deep copy is a model of its own, also after a training step.
         7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
            pass refuses a size out of range at the latest.
@@ -120,7 +119,7 @@ class LargeModel(nn.Module):
         self.segment_size = segment_size
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """From (batch, length, hidden_dim) to the same shape.
+        """From (batch, length, hidden_dim) to the same.
 
         Raises:
             x of another shape, or mask not (batch, length), in eval mode too.
@@ -189,8 +188,8 @@ def recompute(
         bits     output and gradients are those of a plain call
         streams  the second run draws what the first drew, from torch's streams and each generator
                  in `state`; the backward pass moves none
-        buffers  of modules in `state`: the second run finds what the first found; the backward pass
-                 changes none
+        buffers  of modules in `state`, even None or replaced: the second run finds what the first
+                 found; the backward pass changes none
 
         >>> y = recompute(block, x, mask=mask, state=[block, generator])
 
@@ -202,18 +201,18 @@ def recompute(
         TypeError: anything else in `state`.
 
     Details:
-        1. Normalization of every kind, also made in the first run, counts a batch once.
-        2. Buffers may be new, None, replaced instead of written to, overlap, or have gradients.
-        3. Several calls may precede one backward pass, and two backward passes may follow one call.
-        4. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
-           make the backward pass raise; other changes in these make no difference.
-        5. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
-        6. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
-        7. Under autocast the second run computes in the same dtype.
-        8. Without gradients there is no second run.
-        9. On cuda the device's stream counts, even if tensors come by keyword only.
-        10. Modules in `state` are in the mode of the first run, whatever theirs is by then.
-        11. A result dropped without a backward pass leaves nothing for the garbage collector.
+        1. Normalization of every kind counts a batch once.
+        2. Several calls may precede one backward pass, and two backward passes may follow one call.
+        3. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
+           make the backward pass raise an error. Other changes in lists and dicts make no
+           difference; nobody changes parameters between the passes.
+        4. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
+        5. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
+        6. Under autocast the second run computes in the same dtype.
+        7. Without gradients there is no second run.
+        8. On cuda the device's stream counts, even if tensors come by keyword only.
+        9. Modules in `state` are in the mode of the first run, whatever theirs is by then.
+        10. A result dropped without a backward pass leaves no tensor to the garbage collector.
     """
     state = list(state)
     for part in state:
@@ -273,28 +272,18 @@ class _Found:
     ) -> None:
         self.replaying = replaying
         self.tops = [part for part in state if isinstance(part, nn.Module)]
-        self.modules = self._tree()
+        self.modules = list(dict.fromkeys(module for top in self.tops for module in top.modules()))
         self.modes = [module.training for module in self.modules]
-        # What a lazy norm has not made yet cannot be copied: the second run gets it as it is then.
-        found = [buffer for module in self.modules for buffer in module._buffers.values()]
-        lazy: dict[int, Any] = {id(b): b for b in found if isinstance(b, UninitializedBuffer)}
-        # One deep copy of all, so that buffers that share a storage share one again.
-        self.buffers = copy.deepcopy(
-            [{n: _bare(b) for n, b in m._buffers.items()} for m in self.modules], lazy
-        )
+        self.buffers = [_copied(module._buffers) for module in self.modules]
         generators = [part for part in state if isinstance(part, Generator)]
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> None:
-        # Modules that the first run has made, such as a norm, change no buffer again either.
-        made = [module for module in self._tree() if module not in self.modules]
-        self.modules += made
-        self.modes += [module.training for module in made]
-        self.buffers += [{n: _bare(b) for n, b in m._buffers.items()} for m in made]
         self.own = [module._buffers for module in self.modules]
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
         self._swap_modes()
-        self._set(copy.deepcopy(self.buffers), self.states)
+        # Copies once more: there may be a second backward pass.
+        self._set([_copied(buffers) for buffers in self.buffers], self.states)
         # Only now: a selective recomputation knows the operations of the first run, and would not
         # know the copying of buffers.
         self.replaying.__enter__()
@@ -304,9 +293,6 @@ class _Found:
         # Always: a recomputation that has all that it needs ends by an exception.
         self._set(self.own, self.now)
         self._swap_modes()
-
-    def _tree(self) -> list[nn.Module]:
-        return list(dict.fromkeys(module for top in self.tops for module in top.modules()))
 
     def _swap_modes(self) -> None:
         for number, module in enumerate(self.modules):
@@ -321,11 +307,8 @@ class _Found:
             generator.set_state(state)
 
 
-def _bare(buffer: Tensor | None) -> Tensor | None:
-    """The buffer without its history, which no copy has; the first run's graph goes on there."""
-    if buffer is None or isinstance(buffer, UninitializedBuffer):
-        return buffer
-    return buffer.detach().requires_grad_(buffer.requires_grad)
+def _copied(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if b is None else b.detach().clone() for name, b in buffers.items()}
 
 
 # Part 3
@@ -334,7 +317,7 @@ def _bare(buffer: Tensor | None) -> Tensor | None:
 def best_segment_size(num_layers: int) -> int:
     """The segment size with the lowest peak.
 
-        least  ceil(num_layers / s) + s is least, near the square root; of several any will do
+        least  ceil(num_layers / s) + s is least; of several any will do
 
     Raises:
         num_layers below 1.
@@ -356,7 +339,7 @@ def checkpoint_blocks(
                    one is one
         runs       each runs once more, in the backward pass, if it is itself in training mode and
                    gradients are on
-        held       each block's input; in backward also 1 inside
+        held       each block's input and buffers; in backward also 1 inside
         same bits  output, gradients, buffers and random stream as without
 
         >>> checkpoint_blocks(gpt2, GPT2Block)
@@ -364,7 +347,7 @@ def checkpoint_blocks(
 
     Args:
         model: is not a block itself.
-        keep: details 6-8.
+        keep: details 6-9.
 
     Raises:
         no such block; one that is checkpointed already. TypeError: `block_type` is no class of
@@ -372,18 +355,18 @@ def checkpoint_blocks(
 
     Details:
         1. Keys of state_dict(), classes and other models stay as they are.
-        2. Hooks of a block run once a call, and a forward put on the block itself still runs.
+        2. Hooks of a block run once a call; a forward put on the block itself before still runs.
         3. Blocks take and return anything; any argument may come by keyword, of any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may be checkpointed in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held, unless they draw random
+        6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
            numbers; only other operations run again.
         7. That holds under autocast too, and bits are as without.
-        8. With `keep`, calls of a block share nothing, and one without a backward pass leaves
-           nothing.
-        9. A held result changed in place, or a cast that autocast has made before: an error, no
-           wrong gradient.
-        10. Generators among a block's attributes and arguments, also in containers, count.
+        8. With `keep` a call has one backward pass; calls of a block share nothing, and one without
+           a backward pass leaves nothing.
+        9. A held result changed in place: an error or right gradients; nobody changes parameters
+           between the passes.
+        10. Generators among a block's attributes and arguments count.
     """
     if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
         raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
@@ -423,7 +406,7 @@ class _Checkpointed:
         if not self.block.training:
             return self.forward(*args, **kwargs)
         attributes = [v for module in self.block.modules() for v in vars(module).values()]
-        given = tree_leaves((args, kwargs, attributes))
+        given = [*args, *kwargs.values(), *attributes]
         state: list[nn.Module | Generator] = [self.block]
-        state += [v for v in given if isinstance(v, Generator)]
+        state += [value for value in given if isinstance(value, Generator)]
         return _recompute(self.forward, args, kwargs, state, self.keep)

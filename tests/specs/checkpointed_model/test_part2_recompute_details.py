@@ -12,11 +12,9 @@ from kit.laws.scenarios import once, scenarios
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
     NORMS,
-    Carrying,
     Counting,
     Noisy,
     Resetting,
-    Shared,
     chain,
     counting,
     mixers,
@@ -41,7 +39,7 @@ def guarded(answer, device, name, spoil, args=(), kwargs=None):
     """A tensor is set to zero between the passes."""
     zero = lambda *given: spoil(*given).detach().zero_()  # noqa: E731
     spoiled, true = (chain(mixers, *args, **kwargs or {}, spoil=s) for s in (zero, None))
-    mine = seen(spoiled, answer.recompute, nothing, device)
+    mine = seen(spoiled, answer.recompute, nothing, device, any_error=True)
     return never_wrong(mine, once(name, lambda: seen(true, plain, nothing, device)))
 
 
@@ -52,41 +50,29 @@ def in_autocast(dtype, loss):
 
 class TestPart2RecomputeDetails:
     @pytest.mark.survives("recompute", 1)
-    @recomputed(
-        "a kind of norm is not known, or one that the first run makes, or one does something else"
-        " when it runs again"
-    )
+    @recomputed("a kind of norm is not known, or one does something else when it runs again")
     def test_counts_each_batch_once(self):
         """pytorch/pytorch#96136: the second run counts the batch again."""
+        one = partial(normed, NORMS["BatchNorm1d"][1])
+        yield "one pass", chain(one, shape=(4, WIDTH, 3))
         for name, (dims, norm) in NORMS.items():
-            for passes in (1, 2):
-                make, shape = partial(normed, norm), (4, WIDTH, 3, 2, 2)[:dims]
-                yield f"{name}, {passes} passes", chain(make, passes=passes, shape=shape)
+            yield name, chain(partial(normed, norm), passes=2, shape=(4, WIDTH, 3, 2, 2)[:dims])
 
     @pytest.mark.survives("recompute", 2)
-    @recomputed("copies of one storage are several, or a buffer is written to that was replaced")
-    def test_buffers_may_share_their_storage(self):
-        for passes in (1, 2):
-            yield f"shared, {passes} passes", chain(lambda: [Shared()], passes=passes)
-            yield f"replaced, or None at first, {passes} passes", chain(counting, passes=passes)
-            carrying = chain(lambda: [Carrying(), Carrying()], passes=passes)
-            yield f"made in the first run, with gradients, {passes} passes", carrying
-
-    @pytest.mark.survives("recompute", 3)
     @recomputed("calls share what they found, or it serves one second run only")
     def test_calls_share_nothing(self):
         for name, make in {"generators": noisy, "buffers": counting}.items():
             yield f"three calls, {name}", chain(make, passes=3)
             yield f"two backward passes, {name}", chain(make, step={"backward": twice}), 3
 
-    @pytest.mark.survives("recompute", 4)
+    @pytest.mark.survives("recompute", 3)
     @recomputed("tensors that come in another way are cut from the graph")
     def test_tensors_anywhere_get_gradients(self):
         yield "by keyword", chain(mixers, scale=FLOAT, shift=FLOAT)
         yield "in containers by keyword", chain(mixers, a={"b": FLOAT, "c": [{"d": FLOAT}]})
         yield "in a tuple by position", chain(mixers, FLOAT, (FLOAT, 2.5, None))
 
-    @pytest.mark.survives("recompute", 4)
+    @pytest.mark.survives("recompute", 3)
     @guarded("such a tensor is kept without being saved, so that nobody notices a change")
     def test_tensors_anywhere_are_guarded(self):
         yield "x", lambda _, x, args, kwargs: x
@@ -96,7 +82,7 @@ class TestPart2RecomputeDetails:
         yield "by keyword", lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}
         yield "in a dict", lambda _, x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}
 
-    @pytest.mark.survives("recompute", 4)
+    @pytest.mark.survives("recompute", 3)
     @recomputed("the second run is handed the caller's own container, with what is in it by then")
     def test_containers_may_be_changed_afterwards(self):
         changed = lambda model, x, args, kwargs: args[0].update(b=2.0)  # noqa: E731
@@ -105,7 +91,7 @@ class TestPart2RecomputeDetails:
         longer = lambda model, x, args, kwargs: kwargs["c"][0].append(2.0)  # noqa: E731
         yield "a list in a list, by keyword", chain(mixers, c=[[0.5]], spoil=longer)
 
-    @pytest.mark.survives("recompute", 5)
+    @pytest.mark.survives("recompute", 4)
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
     def test_puts_everything_back_after_an_error(self, answer, device, error):
         with device:
@@ -138,14 +124,14 @@ class TestPart2RecomputeDetails:
         check_equal(repr(came), repr(error("planted")), "the error that comes out", cause=cause)
         check_equal(now(), before, "", cause="they are put back if all goes well: no finally")
 
-    @pytest.mark.survives("recompute", 6)
+    @pytest.mark.survives("recompute", 5)
     @recomputed("torch's checkpoint takes the function's keyword argument for its own")
     def test_keyword_arguments_may_have_any_name(self):
         names = ["debug", "use_reentrant", "context_fn", "preserve_rng_state", "function", "args"]
         for name in [*names, "determinism_check", "early_stop", "kwargs"]:
             yield name, chain(mixers, **{name: 0.5})
 
-    @pytest.mark.survives("recompute", 7)
+    @pytest.mark.survives("recompute", 6)
     @recomputed("the second run is without autocast, or has its default dtype")
     def test_runs_again_in_the_same_precision(self):
         for dtype in HALVES:
@@ -154,7 +140,7 @@ class TestPart2RecomputeDetails:
                 backward = {"backward": partial(in_autocast, dtype)}
                 yield f"{dtype} in the backward pass alone, {name}", chain(make, step=backward)
 
-    @pytest.mark.survives("recompute", 8)
+    @pytest.mark.survives("recompute", 7)
     @recomputed("gradients are switched on again inside, or it runs twice at once")
     def test_runs_once_without_gradients(self):
         for mode in (torch.no_grad, torch.inference_mode):
@@ -162,7 +148,7 @@ class TestPart2RecomputeDetails:
                 yield f"{mode.__name__}, {name}", chain(make, step={"outer": mode}), 1
 
     @pytest.mark.gpu
-    @pytest.mark.survives("recompute", 9)
+    @pytest.mark.survives("recompute", 8)
     @recomputed("checkpoint() keeps the random state of the devices of its tensor arguments only")
     def test_keeps_the_devices_stream(self):
         """`checkpoint(lambda: function(*args))` has no tensor argument."""
@@ -170,7 +156,7 @@ class TestPart2RecomputeDetails:
         named = lambda run, block, x: run(lambda *, y: block(y), y=x, state=[block])  # noqa: E731
         yield "by keyword", chain(lambda: [Noisy()], call=named)
 
-    @pytest.mark.survives("recompute", 10)
+    @pytest.mark.survives("recompute", 9)
     @recomputed(
         "the second run goes by the modes that it finds, or leaves others behind; or train() is"
         " called, which may do more than to set flags"
@@ -183,7 +169,7 @@ class TestPart2RecomputeDetails:
         norm, shape = partial(normed, NORMS["in eval mode"][1]), (4, WIDTH, 3)
         yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
 
-    @pytest.mark.survives("recompute", 11)
+    @pytest.mark.survives("recompute", 10)
     def test_a_dropped_result_leaves_nothing(self, answer, device):
         block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)).to(device)
         x = large_inputs(device)

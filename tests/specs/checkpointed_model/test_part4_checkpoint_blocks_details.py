@@ -90,17 +90,13 @@ class TestPart4CheckpointBlocksDetails:
         check_equal(got, [1, 2], "numbers of blocks", cause="it goes by the model")
 
     @pytest.mark.survives("checkpoint_blocks", 10)
-    @checkpointed(
-        "torch's own stream alone is set, or generators are not looked for at each call, everywhere"
-    )
+    @checkpointed("torch's own stream alone is set, or generators are not looked for at each call")
     def test_draws_from_generators_again(self):
         yield "an attribute", chain(lambda: [Noisy(7), Noisy(8)]), [2]
-        yield "attributes further inside, in containers", chain(lambda: [Nest(Noisy(7, 8, 9))]), [1]
+        yield "attributes further inside", chain(lambda: [Nest(Noisy(7, 8))]), [1]
         yield "an attribute that is set later", chain(lambda: [Noisy(7)], later=_seeded_anew), [1]
         seeded = lambda run, block, x: block(x, Generator(x.device).manual_seed(9))  # noqa: E731
         yield "an argument", chain(two_noisy, call=seeded), [2]
-        listed = lambda run, block, x: block(x, [Generator(x.device).manual_seed(9)])  # noqa: E731
-        yield "in a list", chain(two_noisy, call=listed), [2]
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize("done", [[0], [2], [0, 1, 2]], ids=["first", "last", "all"])
