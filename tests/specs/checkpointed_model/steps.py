@@ -128,10 +128,11 @@ def compared(mine, true, runs):
     return mine, true | {key: mine[key] if runs is None else again}
 
 
-def never_wrong(mine, true):
+def never_wrong(mine, truly):
     """The gradients although something has been changed; or else an error."""
     if mine["backward pass"].startswith("raises "):
         return "an error", "an error"
+    true = truly()
     names = [name for name in true if name.startswith("gradient")]
     return {name: mine[name] for name in names}, {name: true[name] for name in names}
 

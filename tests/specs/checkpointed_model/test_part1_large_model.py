@@ -8,7 +8,6 @@ from kit.laws import draw
 from kit.laws.checks import check_close, check_equal
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
-    CASES,
     RETAINED,
     as_without,
     check_limit,
@@ -50,10 +49,8 @@ class TestPart1LargeModel:
         cause = "a layer has another name, or is a function where the contract has a child"
         check_equal(children, ["down", "dropout", "relu", "up"], "children", cause=cause)
         shapes = [tuple(block.up.weight.shape), tuple(block.down.weight.shape)]
-        want, cause = (
-            [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)],
-            "it is not four times as wide inside",
-        )
+        want = [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+        cause = "it is not four times as wide inside"
         check_equal(shapes, want, "shapes of up and down", cause=cause)
         x = draw.randn(*SHAPE, device=device)
         draw.seed(3)
@@ -92,16 +89,13 @@ class TestPart1LargeModel:
     @as_without("it is not asked at each call whether to checkpoint, or not in this case")
     def test_each_block_runs_once_more(self):
         """Once in the forward pass, once in the backward pass; once in all in eval mode."""
-        yield "4 blocks", large()
-        yield "12 blocks", large(12)
-        yield "a mask", large(masks=1)
+        yield "11 blocks", large(11)
+        yield "one row, a mask", large(masks=1, rows=1)
         yield "autocast", large(outer=autocast(torch.bfloat16))
-        yield "one row", large(rows=1)
         biases = lambda name: name.endswith("bias")  # noqa: E731
-        yield "frozen biases", large(frozen=biases)
         yield "frozen biases, x without gradient", large(frozen=biases, grad=False)
         yield "the first block in eval mode", large(before=_first_in_eval)
-        late = lambda name: name.startswith(("layers.2.", "layers.3."))  # noqa: E731
+        late = lambda name: name.startswith("layers.2.")  # noqa: E731
         yield "frozen blocks that gradients pass", large(frozen=late)
         yield "all frozen, x with gradient", large(frozen=lambda name: True)
         for name, options in {"eval": {"train": False}, "switched off": {"use": False}}.items():
@@ -114,10 +108,8 @@ class TestPart1LargeModel:
     def test_changes_no_bit(self):
         """huggingface/transformers#26221: a reentrant checkpoint loses gradients of parameters."""
         yield "dropout", large()
-        yield "without dropout", large(dropout=0.0)
         yield "x without gradient", large(grad=False)
-        yield "a mask", large(masks=1)
-        yield "one block", large(1)
+        yield "one block, a mask, no dropout", large(1, masks=1, dropout=0.0)
 
     @pytest.mark.exact("LargeModel", "keys")
     def test_has_the_keys_of_the_blocks_alone(self, answer):
@@ -130,11 +122,11 @@ class TestPart1LargeModel:
             check_equal(got, want, "keys of state_dict()", cause=cause)
 
     @pytest.mark.saves("LargeModel", "peak")
-    @pytest.mark.parametrize("case", [*CASES, RETAINED])
+    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", RETAINED])
     def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, case):
         """Of n blocks: n - 1 inputs (x is the baseline's), the output, its gradient, and that of a
         block's input; besides, the block at work has its inside."""
-        for n in (5, 12):
+        for n in (5, 9) if case == "plain" else (5,):
             check_limit(
                 f"peak above the baseline, {n} blocks, {case}",
                 (n + 2) * one_input(large_inputs(device)) + inside(answer, device),
@@ -146,7 +138,7 @@ class TestPart1LargeModel:
             )
 
     @pytest.mark.saves("LargeModel", "held")
-    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.parametrize("case", ["plain", "x without gradient", "frozen biases"])
     def test_holds_one_input_a_block_between_the_passes(self, answer, reference, device, case):
         """Of 5 blocks 4 inputs, as x is the baseline's, and the output. The bar adds 2; the inside
         of a single block would be 12 more."""

@@ -47,9 +47,8 @@ class TestPart4CheckpointBlocks:
     @pytest.mark.works("checkpoint_blocks", "same bits")
     @checkpointed("the second run has other arguments, or draws other numbers")
     def test_works_on_models_of_the_transformers_library(self):
-        for name in ("gpt2", "vit"):
-            yield name, stranger(name), [4]
-            yield f"{name} in eval mode", stranger(name, train=False), [4], 1
+        yield "gpt2", stranger(), [3]
+        yield "gpt2 in eval mode", stranger(train=False), [3], 1
 
     @pytest.mark.exact("checkpoint_blocks", "runs")
     @checkpointed("the block's own mode is not asked, or not at each of its calls")
@@ -82,28 +81,28 @@ class TestPart4CheckpointBlocks:
 
         Two inputs more than for a LargeModel: embeddings and a last norm have results too.
         """
-        gpt2 = Stranger("gpt2", device)
+        gpt2 = Stranger(device)
         block, hidden = gpt2.blocks[0], gpt2.hidden
         inside = peak(block, hidden, lambda: tree_leaves(block(hidden))[0])  # of some, a tuple
 
         def reads(module):
-            gpt2 = Stranger("gpt2", device)
+            gpt2 = Stranger(device)
             if module:
                 module.checkpoint_blocks(gpt2.model, gpt2.block_type)
             return peak(gpt2.model, gpt2.x, gpt2.forward)
 
-        title, formula = "peak above the baseline, GPT-2 with 4 blocks", "(4 + 4) inputs + 1 inside"
-        limit, cause = 8 * one_input(hidden) + inside, "blocks are not checkpointed one by one"
+        title, formula = "peak above the baseline, GPT-2 with 3 blocks", "(3 + 4) inputs + 1 inside"
+        limit, cause = 7 * one_input(hidden) + inside, "blocks are not checkpointed one by one"
         check_limit(title, limit, formula, reads, answer, reference, cause=cause)
 
     @pytest.mark.saves("checkpoint_blocks", "held")
     @pytest.mark.parametrize("how", ["by_position", "by_keyword"])
     def test_holds_one_input_a_block_of_others(self, answer, reference, device, how):
-        """Of 6 blocks 5 inputs, as x is the baseline's, and the output. The bar adds 1."""
+        """Of 4 blocks 3 inputs, as x is the baseline's, and the output. The bar adds 1."""
         x = large_inputs(device)
 
         def reads(module):
-            model = nn.ModuleList(Block(WIDTH, heads=2) for _ in range(6)).to(device)
+            model = nn.ModuleList(Block(WIDTH, heads=2) for _ in range(4)).to(device)
             if module:
                 module.checkpoint_blocks(model, Block)
 
@@ -115,13 +114,9 @@ class TestPart4CheckpointBlocks:
 
             return held(model, x, forward)
 
-        title, cause = (
-            f"held between the passes, 6 blocks, called {how}",
-            "more is held than inputs",
-        )
-        check_limit(
-            title, 7 * one_input(x), "(6 + 1) inputs", reads, answer, reference, cause=cause
-        )
+        title, formula = f"held between the passes, 4 blocks, called {how}", "(4 + 1) inputs"
+        limit, cause = 5 * one_input(x), "more is held than inputs"
+        check_limit(title, limit, formula, reads, answer, reference, cause=cause)
 
 
 def _deep(blocks):

@@ -83,7 +83,7 @@ def doubled(run, block, x):
 
 
 def transformer():
-    return [Block(WIDTH, heads=2) for _ in range(2)]
+    return [Block(WIDTH, heads=2)]
 
 
 @scenarios("operators that run again")
@@ -115,8 +115,7 @@ class TestPart4CheckpointBlocksKeep:
     @pytest.mark.survives("checkpoint_blocks", "keep")
     @checkpointed("what is held is not what the first run computed, or statistics count twice")
     def test_keep_changes_no_bit(self):
-        for name in ("gpt2", "vit"):
-            yield name, stranger(name), [4], 2, DEAR
+        yield "gpt2", stranger(), [3], 2, DEAR
         yield "dropout", chain(lambda: [Noisy(), Noisy()]), [2], 2, DEAR
         yield "counters", chain(lambda: [Counting()]), [1], 2, DEAR
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
@@ -130,7 +129,6 @@ class TestPart4CheckpointBlocksKeep:
     def test_holds_the_results_of_these_operations_and_of_no_others(self):
         seen, dim, full = [ADDMM, GELU, NORM, *ATTENTION], ATEN.mean.dim, ATEN.mean.default
         yield "nothing", transformer, [], seen
-        yield "one operation", transformer, [GELU], seen
         yield "a set", transformer, {NORM}, seen
         yield "matrix products and GELU", transformer, [*MATMULS, GELU], seen
         yield "attention", transformer, ATTENTION, seen
@@ -167,19 +165,19 @@ class TestPart4CheckpointBlocksKeep:
         x = large_inputs(device)
 
         def read(module=None, keep=()):
-            model = nn.Sequential(*[Block(WIDTH, heads=2) for _ in range(6)]).to(device)
+            model = nn.Sequential(*[Block(WIDTH, heads=2) for _ in range(3)]).to(device)
             if module:
                 module.checkpoint_blocks(model, Block, keep=keep)
             return peak(model, x, lambda: model(x))
 
         plain = read()
         check_bar(
-            "peak above the baseline, 6 blocks, keep=DEAR",
+            "peak above the baseline, 3 blocks, keep=DEAR",
             read(answer, answer.DEAR),
-            read(answer) + 6 * (9 + 2 / WIDTH) * one_input(x),
+            read(answer) + 3 * (9 + 2 / WIDTH) * one_input(x),
             plain=plain,
             reference=read(reference, reference.DEAR),
-            formula="all recomputed + 6 x 9.125 inputs",
+            formula="all recomputed + 3 x 9.125 inputs",
             cause="more is kept than the results of the operations in keep",
             suspects={"all is held: nothing is recomputed": plain},
         )
