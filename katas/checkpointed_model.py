@@ -1,10 +1,10 @@
-"""Checkpointed model: recompute activations instead of keeping them, and lose no bit.
+"""Checkpointed model: recompute activations instead of keeping them.
 
-An *input* is the bytes of a block's input; an *inside*, what its own forward and backward add at
-their peak.
+An *input*: a block's input in bytes; an *inside*: its plain peak above weights, input,
+gradients.
 
-Errors are ValueError unless it says otherwise, name the offending value, and are raised before
-anything is changed.
+Errors are ValueError unless it says otherwise, name the offending value, and come before any
+change. An "error" is any exception.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class LargeModel(nn.Module):
 
     Args:
         num_layers: at least 1.
+        dropout: 0 to 1.
         segment_size: 1 to num_layers.
 
     Raises:
@@ -78,8 +79,8 @@ class LargeModel(nn.Module):
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input, mask, parameter or mode changed before the backward pass: an error, no wrong
-           gradient.
+        5. An input, mask or parameter changed in place, or a mode changed, before the backward
+           pass: an error or right gradients.
         6. A deep copy is a model of its own, also after a training step.
         7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
            pass refuses a size out of range at the latest.
@@ -97,7 +98,7 @@ class LargeModel(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """From (batch, length, hidden_dim) to the same shape.
+        """From (batch, length, hidden_dim) to the same.
 
         Raises:
             x of another shape, or mask not (batch, length), in eval mode too.
@@ -121,8 +122,8 @@ def recompute(
         bits     output and gradients are those of a plain call
         streams  the second run draws what the first drew, from torch's streams and each generator
                  in `state`; the backward pass moves none
-        buffers  of modules in `state`: the second run finds what the first found; the backward pass
-                 changes none
+        buffers  of modules in `state`, even None or replaced: the second run finds what the first
+                 found; the backward pass changes none
 
         >>> y = recompute(block, x, mask=mask, state=[block, generator])
 
@@ -134,18 +135,18 @@ def recompute(
         TypeError: anything else in `state`.
 
     Details:
-        1. Normalization of every kind, also made in the first run, counts a batch once.
-        2. Buffers may be new, None, replaced instead of written to, overlap, or have gradients.
-        3. Several calls may precede one backward pass, and two backward passes may follow one call.
-        4. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
-           make the backward pass raise; other changes in these make no difference.
-        5. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
-        6. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
-        7. Under autocast the second run computes in the same dtype.
-        8. Without gradients there is no second run.
-        9. On cuda the device's stream counts, even if tensors come by keyword only.
-        10. Modules in `state` are in the mode of the first run, whatever theirs is by then.
-        11. A result dropped without a backward pass leaves nothing for the garbage collector.
+        1. Normalization of every kind counts a batch once.
+        2. Several calls may precede one backward pass, and two backward passes may follow one call.
+        3. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
+           make the backward pass raise an error. Other changes in lists and dicts make no
+           difference; nobody changes parameters between the passes.
+        4. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
+        5. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
+        6. Under autocast the second run computes in the same dtype.
+        7. Without gradients there is no second run.
+        8. On cuda the device's stream counts, even if tensors come by keyword only.
+        9. Modules in `state` are in the mode of the first run, whatever theirs is by then.
+        10. A result dropped without a backward pass leaves no tensor to the garbage collector.
     """
     raise NotImplementedError
 
@@ -156,7 +157,7 @@ def recompute(
 def best_segment_size(num_layers: int) -> int:
     """The segment size with the lowest peak.
 
-        least  ceil(num_layers / s) + s is least, near the square root; of several any will do
+        least  ceil(num_layers / s) + s is least; of several any will do
 
     Raises:
         num_layers below 1.
@@ -176,7 +177,7 @@ def checkpoint_blocks(
                    one is one
         runs       each runs once more, in the backward pass, if it is itself in training mode and
                    gradients are on
-        held       each block's input; in backward also 1 inside
+        held       each block's input and buffers; in backward also 1 inside
         same bits  output, gradients, buffers and random stream as without
 
         >>> checkpoint_blocks(gpt2, GPT2Block)
@@ -184,7 +185,7 @@ def checkpoint_blocks(
 
     Args:
         model: is not a block itself.
-        keep: details 6-8.
+        keep: details 6-9.
 
     Raises:
         no such block; one that is checkpointed already. TypeError: `block_type` is no class of
@@ -192,20 +193,20 @@ def checkpoint_blocks(
 
     Details:
         1. Keys of state_dict(), classes and other models stay as they are.
-        2. Hooks of a block run once a call, and a forward put on the block itself still runs.
+        2. Hooks of a block run once a call; a forward put on the block itself before still runs.
         3. Blocks take and return anything; any argument may come by keyword, of any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may be checkpointed in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held, unless they draw random
+        6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
            numbers; only other operations run again.
         7. That holds under autocast too, and bits are as without.
-        8. With `keep`, calls of a block share nothing, and one without a backward pass leaves
-           nothing.
-        9. A held result changed in place, or a cast that autocast has made before: an error, no
-           wrong gradient.
-        10. Generators among a block's attributes and arguments, also in containers, count.
+        8. With `keep` a call has one backward pass; calls of a block share nothing, and one without
+           a backward pass leaves nothing.
+        9. A held result changed in place: an error or right gradients; nobody changes parameters
+           between the passes.
+        10. Generators among a block's attributes and arguments count.
     """
     raise NotImplementedError
 
 
-# untouched stub 86b4f3dc9d07
+# untouched stub 8a42ba09f0ab

@@ -165,19 +165,19 @@ class TestPart4CheckpointBlocksKeep:
         x = large_inputs(device)
 
         def read(module=None, keep=()):
-            model = nn.Sequential(*[Block(WIDTH, heads=2) for _ in range(3)]).to(device)
+            model = nn.Sequential(*[Block(WIDTH, heads=2) for _ in range(4)]).to(device)
             if module:
                 module.checkpoint_blocks(model, Block, keep=keep)
             return peak(model, x, lambda: model(x))
 
         plain = read()
         check_bar(
-            "peak above the baseline, 3 blocks, keep=DEAR",
+            "peak above the baseline, 4 blocks, keep=DEAR",
             read(answer, answer.DEAR),
-            read(answer) + 3 * (9 + 2 / WIDTH) * one_input(x),
+            read(answer) + 4 * (9 + 2 / WIDTH) * one_input(x),
             plain=plain,
             reference=read(reference, reference.DEAR),
-            formula="all recomputed + 3 x 9.125 inputs",
+            formula="all recomputed + 4 x 9.125 inputs",
             cause="more is kept than the results of the operations in keep",
             suspects={"all is held: nothing is recomputed": plain},
         )
