@@ -90,7 +90,8 @@ class TestPart1LargeModel:
     def test_each_block_runs_once_more(self):
         """Once in the forward pass, once in the backward pass; once in all in eval mode."""
         yield "11 blocks", large(11)
-        yield "one row, a mask", large(masks=1, rows=1)
+        yield "one row", large(rows=1)
+        yield "a mask", large(masks=1)
         yield "autocast", large(outer=autocast(torch.bfloat16))
         biases = lambda name: name.endswith("bias")  # noqa: E731
         yield "frozen biases, x without gradient", large(frozen=biases, grad=False)

@@ -32,6 +32,7 @@ class TestPart1LargeModelDetails:
             ("02", 2, True),
             ("02", 1, False),
             ("012", 2, True),
+            ("012", 1, False),
         ):
             name = f"frozen are {[*numbers]}, segments of {size}, x with gradient: {grad}"
             yield name, large(frozen=partial(_in_blocks, numbers), size=size, grad=grad), None
