@@ -65,7 +65,7 @@ def wrap(
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
-        another mesh or dtype; a class without a block inside the model; a model that is sharded,
+        another mesh or dtype; any class without a block inside the model; a model that is sharded,
         even in part; a parameter that two units share.
 
     Details:
@@ -75,7 +75,7 @@ def wrap(
         4. Only the ranks of the mesh take part.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
-           inputs without gradients.
+           inputs without gradients. In backward one is whole with all blocks inside it.
     """
     raise NotImplementedError
 
@@ -117,22 +117,22 @@ def train_step(
         max_norm: None leaves the gradients, even infinite ones.
 
     Raises:
-        another sync, a max_norm that is not positive, a model that is not wrapped.
+        another sync, a max_norm that is not positive, a model that is not sharded.
 
     Details:
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then.
         2. A sample counts once, however many tokens it has.
-        3. An error in loss_fn, or in backward through it, comes through and no step is made; no
-           unit stays gathered, no gradient stays, and later passes are as without this one. (With
-           sync="last" whole gradients may: before torch 2.15 nothing public drops them.)
+        3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
+           step is made; no unit stays gathered, no gradient stays, and later passes are as without
+           this one. (With sync="last" what was not reduced may stay, and get into the next step:
+           before torch 2.15 nothing public drops it.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
-        6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
-           most 64 bytes, and 4 for each parameter.
-        7. If any rank has no micro-batch, another number of them than the others, or one that is
-           empty or has more inputs than targets or fewer, every rank raises, and names how many it
-           has itself.
+        6. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
+           64 + 4 P bytes into any other call, if the model has P parameters: a norm has one number
+           of each.
+        7. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
         8. Norm and clipping may be torch's own: squares in float32, and max_norm / (grad_norm +
            1e-6). An infinite or NaN norm is returned and the step is made; what max_norm makes of
            such gradients is open.
@@ -140,4 +140,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 0b188de21da4
+# untouched stub e5362fffe84e

@@ -71,7 +71,7 @@ def wrap(
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
-        another mesh or dtype; a class without a block inside the model; a model that is sharded,
+        another mesh or dtype; any class without a block inside the model; a model that is sharded,
         even in part; a parameter that two units share.
 
     Details:
@@ -81,7 +81,7 @@ def wrap(
         4. Only the ranks of the mesh take part.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
-           inputs without gradients.
+           inputs without gradients. In backward one is whole with all blocks inside it.
     """
     _check_wrap(model, mesh, block_types, dtype)
     _shard(model, mesh, block_types, reshard_after_forward, dtype, checkpoint)
@@ -211,22 +211,22 @@ def train_step(
         max_norm: None leaves the gradients, even infinite ones.
 
     Raises:
-        another sync, a max_norm that is not positive, a model that is not wrapped.
+        another sync, a max_norm that is not positive, a model that is not sharded.
 
     Details:
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then.
         2. A sample counts once, however many tokens it has.
-        3. An error in loss_fn, or in backward through it, comes through and no step is made; no
-           unit stays gathered, no gradient stays, and later passes are as without this one. (With
-           sync="last" whole gradients may: before torch 2.15 nothing public drops them.)
+        3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
+           step is made; no unit stays gathered, no gradient stays, and later passes are as without
+           this one. (With sync="last" what was not reduced may stay, and get into the next step:
+           before torch 2.15 nothing public drops it.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
-        6. Each micro-batch gathers and reduces as a step of `wrap` does; any other call is of at
-           most 64 bytes, and 4 for each parameter.
-        7. If any rank has no micro-batch, another number of them than the others, or one that is
-           empty or has more inputs than targets or fewer, every rank raises, and names how many it
-           has itself.
+        6. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
+           64 + 4 P bytes into any other call, if the model has P parameters: a norm has one number
+           of each.
+        7. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
         8. Norm and clipping may be torch's own: squares in float32, and max_norm / (grad_norm +
            1e-6). An infinite or NaN norm is returned and the step is made; what max_norm makes of
            such gradients is open.
@@ -236,7 +236,7 @@ def train_step(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     if not isinstance(model, FSDPModule):
-        raise ValueError(f"{type(model).__name__} is not wrapped")
+        raise ValueError(f"{type(model).__name__} is not sharded")
     # The optimizer has the shards, also where an evaluation has left the model gathered.
     mesh = next(p.device_mesh for group in optimizer.param_groups for p in group["params"])
     samples = _samples_of_all(mesh, micro_batches)
@@ -270,16 +270,14 @@ def train_step(
 
 
 def _samples_of_all(mesh: DeviceMesh, micro_batches: Sequence[Batch]) -> int:
-    """The samples of all ranks; where one of them has what is not right, every rank raises."""
-    sizes = [len(inputs) for inputs, _ in micro_batches]
-    good = bool(sizes) and all(len(inputs) == len(targets) > 0 for inputs, targets in micro_batches)
-    mine = torch.tensor([len(sizes) if good else 0, sum(sizes)], device=mesh.device_type)
+    """The samples of all ranks; where they have not equally many micro-batches, all raise."""
+    samples = sum(len(inputs) for inputs, _ in micro_batches)
+    mine = torch.tensor([len(micro_batches), samples], device=mesh.device_type)
     every = [torch.empty_like(mine) for _ in range(mesh.size())]
     dist.all_gather(every, mine, group=mesh.get_group())
-    counts = torch.stack(every)[:, 0]
+    counts, samples_of_each = torch.stack(every).T
     if (counts != counts[0]).any() or counts[0] == 0:
         raise ValueError(
-            "every rank needs as many micro-batches as the others, and as many inputs as targets "
-            f"in each; this one has {len(sizes)} with {sizes} samples"
+            f"ranks need equally many micro-batches, one at least, not {counts.tolist()}"
         )
-    return int(torch.stack(every)[:, 1].sum())
+    return int(samples_of_each.sum())

@@ -95,69 +95,75 @@ BF16, KEPT, CHECKPOINT = (
 STEP, STEPS, LAST = ("step",), ("step", "step", "step"), {"sync": "last"}
 DROP = made(blocks=2, drop=0.4)
 CLIP = {"max_norm": 0.2}  # far below every norm
-EVALUATE = ("evaluate", "plain") * 2 + ("evaluate",)
+EVALUATE = ("evaluate", "plain") * 2
 
 GROUPS: dict[str, dict[str, Case]] = {
     "values": {"a model of odd sizes": Case(), "kept": Case(wrap=KEPT)},
-    "shapes": {name: Case(shape) for name, shape in [*SHAPES.items()][1:]}
-    | {"a block inside another and before it": Case(inside_and_before)}
-    | {"a detached block": Case(detached)},
-    "meshes": {"meshes of half of the ranks": Case(half=True)},
-    "meshes of steps": {"meshes of half of the ranks": Case(half=True, script=STEPS[:2])},
+    "shapes": {
+        name: Case(shape, script=("plain",))
+        for name, shape in [
+            *[*SHAPES.items()][1:],
+            ("a block inside another and before it", inside_and_before),
+            ("a detached block", detached),
+        ]
+    },
+    "meshes": {
+        "all ranks": Case(),
+        "meshes of half of the ranks": Case(half=True, script=("plain",)),
+    },
+    "meshes of steps": {
+        "all ranks": Case(script=STEPS[:2]),
+        "meshes of half of the ranks": Case(half=True, script=STEP),
+    },
     "evaluation": {
         name: Case(DROP, wrap, script=EVALUATE, train=False)
         for name, wrap in {
             "given back": {},
             "kept": KEPT,
-            "bfloat16": BF16,
-            "checkpoint": CHECKPOINT,
-            "kept bfloat16": KEPT | BF16,
+            "checkpoint, bfloat16": CHECKPOINT | BF16,
         }.items()
     },
     "bfloat16": {
-        name: Case(SHAPES[name], BF16) for name in ("odd sizes", "frozen", "nested", "only blocks")
-    }
-    | {"kept": Case(wrap=KEPT | BF16), "checkpoint": Case(DROP, CHECKPOINT | BF16)},
+        "odd sizes": Case(wrap=BF16),
+        "frozen": Case(SHAPES["frozen"], BF16),
+        "nested, checkpoint": Case(SHAPES["nested"], BF16 | CHECKPOINT),
+        "only blocks, kept": Case(SHAPES["only blocks"], BF16 | KEPT),
+    },
     "one step": {"one step": Case(script=STEP)},
     "steps": {
-        "three steps": Case(script=STEPS),
         "Adam, a loss in float64": Case(
             script=STEPS, make_optimizer=adamw, loss_dtype=torch.float64
         ),
     },
     "gradients": {
-        "old gradients": Case(script=("stale", "stray", "step", "stray", "step")),
-        "a part frozen between steps": Case(script=("step", "freeze", "step")),
-        "kept, a forward before it": Case(wrap=KEPT, script=("step", "stray", "step", "plain")),
-        "two groups, a forward in the loss": Case(
-            script=("stale", "step", "step"), make_optimizer=in_groups, looks=True
+        "old gradients, the head frozen later": Case(
+            script=("stale", "stray", "step", "freeze", "stray", "step")
         ),
-        "dropout in eval mode": Case(DROP, script=STEP, train=False),
+        "kept, a forward before it": Case(wrap=KEPT, script=("step", "stray", "step", "plain")),
+        "two groups, dropout in eval mode, a forward in the loss": Case(
+            DROP, script=("stale", "step"), make_optimizer=in_groups, looks=True, train=False
+        ),
     },
     "norm": {
-        "tied": Case(SHAPES["tied in the root"], script=STEP),
+        "tied, two groups": Case(SHAPES["tied in the root"], script=STEP, make_optimizer=in_groups),
         "frozen": Case(SHAPES["frozen"], script=STEP),
-        "two groups": Case(script=STEP, make_optimizer=in_groups),
     },
     "clip": {
-        "clipped": Case(script=STEPS, step=CLIP),
-        "clipped to 2": Case(script=STEP, step={"max_norm": 2.0}),
-        "max_norm inf": Case(script=STEP, step={"max_norm": math.inf}),
-        "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
+        "clipped": Case(script=STEP, step=CLIP),
         "two groups": Case(script=STEPS[:2], step=CLIP, make_optimizer=in_groups),
-        "bfloat16": Case(wrap=BF16, script=STEP, step=CLIP),
-        "kept, checkpoint": Case(DROP, KEPT | CHECKPOINT, script=STEP, step=CLIP),
+        "clipped to 2, bfloat16": Case(wrap=BF16, script=STEP, step={"max_norm": 2.0}),
+        "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
+        "max_norm inf, kept, checkpoint": Case(
+            DROP, KEPT | CHECKPOINT, script=STEP, step={"max_norm": math.inf}
+        ),
     },
     "infinite": {"an infinite gradient": Case(script=STEP, infinite=True, make_optimizer=Still)},
     "infinite and clipped": {
         "an infinite gradient": Case(script=STEP, step=CLIP, infinite=True, make_optimizer=Still)
     },
     "checkpoint": {
-        "dropout": Case(DROP, CHECKPOINT, script=STEPS[:2]),
-        "kept": Case(DROP, CHECKPOINT | KEPT, script=STEP),
-        "bfloat16": Case(DROP, CHECKPOINT | BF16, script=STEP),
-        "kept bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
-        "plain": Case(DROP, CHECKPOINT),
+        "dropout": Case(DROP, CHECKPOINT, script=("step", "plain")),
+        "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
     },
     "checkpointed shapes": {
         name: Case(SHAPES[name], CHECKPOINT, script=STEP)
@@ -167,22 +173,24 @@ GROUPS: dict[str, dict[str, Case]] = {
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {
         "in the first micro-batch": Case(script=("step", "fails", "plain", "step")),
-        "in the second": Case(script=("plain", "fails", "step", "plain"), at=2),
-        "Ctrl-C": Case(script=("fails", "step"), at=2, error=KeyboardInterrupt),
-        "kept": Case(wrap=KEPT, script=("stale", "fails", "step", "fails", "plain")),
+        "Ctrl-C in the second, kept": Case(
+            wrap=KEPT,
+            script=("stale", "fails", "step", "fails", "plain"),
+            at=2,
+            error=KeyboardInterrupt,
+        ),
         "checkpoint, clipped, in backward": Case(
             DROP, CHECKPOINT, CLIP, script=("fails", "step"), at=2, fails_in="backward"
         ),
     },
     "last": {"three steps": Case(script=STEPS, step=LAST)},
     "last with options": {
-        "checkpoint": Case(DROP, CHECKPOINT, script=STEPS[:2], step=LAST),
-        "tied and frozen": Case(SHAPES["frozen"], script=STEPS[:2], step=LAST),
-        "two groups": Case(script=STEPS[:2], step=LAST | CLIP, make_optimizer=in_groups),
-        "bfloat16": Case(wrap=BF16, script=STEP, step=LAST),
-        "kept, checkpoint": Case(DROP, KEPT | CHECKPOINT, script=STEPS[:2], step=LAST),
-        "a plain step after it": Case(script=("stale", "step", "plain"), step=LAST),
-        "a forward in the loss": Case(wrap=KEPT, script=STEP, step=LAST, looks=True),
+        "old gradients, and a plain step after it": Case(
+            script=("stale", "step", "plain"), step=LAST
+        ),
+        "two groups, clipped": Case(script=STEPS[:2], step=LAST | CLIP, make_optimizer=in_groups),
+        "frozen, checkpoint": Case(SHAPES["frozen"], CHECKPOINT, script=STEPS[:2], step=LAST),
+        "kept, a forward in the loss": Case(wrap=KEPT, script=STEP, step=LAST, looks=True),
         # In the first micro-batch: torch keeps the whole gradients of those before it.
         "an error": Case(script=("fails", "plain"), step=LAST),
         "Ctrl-C": Case(wrap=BF16, script=("fails", "step"), step=LAST, error=KeyboardInterrupt),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,25 +71,8 @@ def window(rank: int) -> list[Batch]:
     return batches(Case(script=STEPS), 0, rank % 2, 2)
 
 
-# What becomes of the micro-batches of one rank.
-BAD: dict[str, Any] = {
-    "no micro batch": lambda window: [],
-    "one too few": lambda window: window[:-1],
-    "one too many": lambda window: [*window, window[0]],
-    "more inputs than targets": lambda window: [*window[:-1], (window[-1][0], window[-1][1][1:])],
-    "more targets than inputs": lambda window: [(window[0][0][1:], window[0][1]), *window[1:]],
-    "an empty one": lambda window: [*window[:-1], (window[-1][0][:0], window[-1][1][:0])],
-    "targets that fit in total": lambda window: [
-        (window[0][0], window[1][1]),
-        (window[1][0], window[0][1]),
-    ],
-}
-
-
-def refuses_a_window(answer: Any, rank: int, bad_ranks: Mapping[int, str]) -> None:
+def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
     """It ends there: a call more would meet that of a rank that waits, and hide that it does."""
-    bad = BAD[bad_ranks[rank]](window(rank)) if rank in bad_ranks else window(rank)
-    what = " and ".join(dict.fromkeys(bad_ranks.values()))
     model = make().to(device())
     optimizer = answer.wrap(model, mesh(), Block, momentum)
     for p in model.parameters():
@@ -98,18 +80,17 @@ def refuses_a_window(answer: Any, rank: int, bad_ranks: Mapping[int, str]) -> No
     optimizer.step()
     before = local_state(model, optimizer)
     check_raises(
-        lambda: answer.train_step(model, bad, mse, optimizer),
+        lambda: answer.train_step(model, (window(rank) * 2)[: counts[rank]], mse, optimizer),
         ValueError,
-        mentions=[len(bad)],
-        when=f"on every rank, where ranks {[*bad_ranks]} have {what}",
-        cause=f"{what}: that is not seen, in every micro-batch and on every rank",
+        when=f"on every rank, where the ranks have {counts} micro-batches",
+        cause="ranks without any, or with other numbers than the others, are not seen on every one",
     )
     cause = "the work has begun before everything was checked, on every rank"
     check_untouched(before, model, optimizer, call="the refused call", cause=cause)
 
 
 def refuses_arguments(answer: Any, rank: int) -> None:
-    """Options that are not there, norms that are none, and a model that is not wrapped."""
+    """Options that are not there, norms that are none, and a model that is not sharded."""
     model = make().to(device())
     optimizer = answer.wrap(model, mesh(), Block, momentum)
     before = local_state(model, optimizer)
@@ -134,8 +115,8 @@ def refuses_arguments(answer: Any, rank: int) -> None:
     check_raises(
         lambda: answer.train_step(plain, window(rank), mse, own),
         ValueError,
-        when="where the model is not wrapped",
-        cause="whether the model is wrapped is not looked at",
+        when="where the model is not sharded",
+        cause="whether the model is sharded is not looked at",
     )
     cause = "the model is looked at after the step"
     check_untouched(before, plain, own, call="the refused call", cause=cause)

@@ -28,15 +28,15 @@ from specs.fsdp_wrap.simulated import (
     wide,
 )
 
-SIZES = pytest.mark.parametrize("world", [2, 4], indirect=True, ids="{}_ranks".format)
 # The bars show the reference on 8 ranks only: each further world takes a third of a second.
-MANY = pytest.mark.parametrize("ranks", [8, 64, 1024])
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["given_back", "kept"])
-KEPT_ALSO: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"dtype": torch.bfloat16},
-    "checkpoint": {"checkpoint": True},
+RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
+BF16 = {"dtype": torch.bfloat16}
+KEPT_ALSO: dict[str, tuple[Any, dict[str, Any]]] = {
+    "six_blocks": (tall, {}),
+    "bf16-nested": (nested, BF16),
+    "checkpoint-nested": (nested, {"checkpoint": True}),
 }
+ALONE = {"fp32-given_back": {}, "fp32-kept": {"reshard_after_forward": False}, "bf16": BF16}
 ROWS = "1 / N of the rows of each parameter, rounded up"
 
 
@@ -64,17 +64,20 @@ class TestPart1Wrap:
             optimizer.step()
 
     @pytest.mark.exact("wrap", "calls")
-    @pytest.mark.parametrize("ranks", [8, 64])
+    @RANKS
     def test_a_step_gathers_each_block_twice_and_reduces_each_unit_once(
-        self, answer, device, ranks
+        self, answer, device, ranks, rank
     ):
         """n blocks: 2 n + 1 gathers of a rank's part of a unit, n + 1 reductions of whole ones."""
-        calls = books(answer, device, ranks, rank=ranks - 1, adam=True).calls
+        calls = books(answer, device, ranks, rank, adam=True).calls
         check_calls(calls, planned(wide, ranks), what=f"a step of 3 blocks on {ranks} ranks")
 
     @pytest.mark.exact("wrap", "units")
-    @pytest.mark.parametrize("shape", ["nested", "only blocks"])
-    @pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpoint"])
+    @pytest.mark.parametrize(
+        ("shape", "checkpoint"),
+        [("nested", False), ("nested", True), ("only blocks", True)],
+        ids=["plain-nested", "checkpoint-nested", "checkpoint-only_blocks"],
+    )
     def test_the_units_of_other_models_are_their_blocks(self, answer, device, shape, checkpoint):
         """A block inside a block is a unit, also one of a subclass; the root may have nothing.
 
@@ -90,11 +93,10 @@ class TestPart1Wrap:
         check_equal(left, want, "bytes that are left after a step", cause=cause)
 
     @pytest.mark.exact("wrap", "kept")
-    @pytest.mark.parametrize("shape", [tall, nested], ids=["six_blocks", "nested"])
     @pytest.mark.parametrize("also", KEPT_ALSO)
-    def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, also):
+    def test_blocks_that_stay_are_gathered_once(self, answer, device, also):
         """reshard_after_forward=False: n + 1 gathers, n + 1 reductions; with other options too."""
-        options = KEPT_ALSO[also]
+        shape, options = KEPT_ALSO[also]
         calls = books(answer, device, 8, shape=shape, reshard_after_forward=False, **options).calls
         want = planned(shape, 8, gathers=1, dtype=options.get("dtype", torch.float32))
         check_calls(calls, want, what="a step with reshard_after_forward=False")
@@ -113,9 +115,8 @@ class TestPart1Wrap:
         )
 
     @pytest.mark.exact("wrap", "values")
-    @SIZES
     def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
-        """Rows of 13, 40 and 3 on 2 and 4 ranks: nothing divides, and one rank has no row."""
+        """Rows of 13, 40 and 3 on 2 ranks: hardly anything divides."""
         cause = "the optimizer holds the parameters of before, or not those of every unit; or the "
         cause += "mean over ranks is taken otherwise; or a step sees weights of before"
         hold(answer, world, "values", cause=cause)
@@ -128,7 +129,7 @@ class TestPart1Wrap:
         hold(answer, world, "shapes", cause=cause)
 
     @pytest.mark.saves("wrap", "state")
-    @pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0), (64, 63)])
+    @RANKS
     def test_a_rank_holds_its_part_of_weights_gradients_and_state(
         self, answer, reference, device, ranks, rank
     ):
@@ -174,7 +175,7 @@ class TestPart1Wrap:
         )
 
     @pytest.mark.saves("wrap", "gathered")
-    @MANY
+    @pytest.mark.parametrize("ranks", [8, 64])
     def test_the_peak_is_the_state_and_a_few_blocks(self, answer, reference, device, ranks):
         """State on the rank + what is whole: two blocks and the root's unit, one block's
         gradients, and in buffers one block that is gathered and one that is reduced
@@ -239,20 +240,20 @@ class TestPart1Wrap:
         check_calls(yours.calls, planned(shape, 8), what="a step of a model with frozen parts")
 
     @pytest.mark.saves("wrap", 1)
-    @RESHARD
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    def test_a_forward_alone_leaves_nothing_gathered(
-        self, answer, reference, device, reshard, dtype
-    ):
+    @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+    def test_a_forward_alone_leaves_nothing_gathered(self, answer, reference, device, options):
         """Under no_grad n + 1 gathers; two blocks and the root's unit at most, and then none. With
         reshard_after_forward=False the whole model at most.
         """
-        options = {"reshard_after_forward": reshard, "dtype": dtype, "forward_only": True}
-        yours, theirs = (books(m, device, 8, shape=tall, **options) for m in (answer, reference))
+        yours, theirs = (
+            books(m, device, 8, shape=tall, forward_only=True, **options)
+            for m in (answer, reference)
+        )
+        dtype, is_kept = options.get("dtype", torch.float32), "reshard_after_forward" in options
         what = "a forward under no_grad"
         check_calls(yours.calls, planned(tall, 8, 1, dtype, reductions=0), what=what)
         *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*tall()))
-        simulated.check_whole(yours.memory, theirs.memory, blocks, root, f"in {what}", reshard)
+        simulated.check_whole(yours.memory, theirs.memory, blocks, root, f"in {what}", not is_kept)
         cause = "no backward comes that would give it back: the root's unit, or all of them"
         left = yours.memory.after["unsharded"]
         check_equal(left, 0, f"gathered bytes after {what}", cause=cause)
@@ -278,8 +279,10 @@ class TestPart1Wrap:
         hold(answer, world, "evaluation", cause=cause)
 
     @pytest.mark.survives("wrap", 4)
-    @SIZES
+    @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_only_the_ranks_of_the_mesh_share_the_model(self, answer, world):
-        """Two models train side by side, each on half of the ranks, with data of its own."""
+        """One model on four ranks, where one has no row of the head; then two side by side, each on
+        half of the ranks, with data of its own.
+        """
         cause = "another group than the mesh's takes part: that of all ranks, which is the default"
         hold(answer, world, "meshes", cause=cause)
