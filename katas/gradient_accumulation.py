@@ -6,8 +6,8 @@ all, no mean of means.
     untouched  modes, hooks, training flags, the caller's data, after an error too; no seed is
                set
 
-Errors are ValueError unless it says otherwise, name the offending value, and are raised before
-anything is changed.
+Errors are ValueError, raised before anything is changed; the message names the offending value,
+or what is in parentheses.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class WindowResult(NamedTuple):
     """What one window did."""
 
     loss: Tensor  # the mean over the window's samples: float32 scalar, not scaled, without a graph
-    # 2-norm of the window's true gradients before clipping, up to their rounding: float32 scalar
-    grad_norm: Tensor
+    grad_norm: Tensor  # 2-norm of all its gradients, unscaled, not clipped: float32 scalar
     skipped: bool  # whether an overflow kept the weights as they were
 
 
@@ -46,7 +45,8 @@ def accumulate(
         gradients  those of the window in one batch, up to rounding; older ones do not count
         step       one, with the whole window's gradients, which stay
         passes     one forward pass a micro-batch, in order
-        memory     one micro-batch's activations, one set of gradients; backward holds no output
+        memory     one micro-batch's activations, one set of gradients; your code holds no output
+                   during backward
 
         >>> accumulate(model, [(x, y), (more_x, more_y)], F.mse_loss, optimizer)
         tensor(0.6931)
@@ -65,8 +65,8 @@ def accumulate(
 
     Details:
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
-        2. A frozen parameter keeps its value, as does one that `optimizer` does not hold, whose
-           `grad` nothing clears.
+        2. A frozen parameter keeps its value. So does one that `optimizer` does not hold; its
+           `grad` is not cleared, and may grow.
         3. An error in model, loss or optimizer comes through: no step is taken, and the next call
            is like any other.
         4. The cache of the caller's autocast has no weights from before the step.
@@ -94,15 +94,15 @@ def accumulate_tokens(
 
     Args:
         model: from inputs to logits (samples, length, classes).
-        micro_batches: inputs and targets, both (samples, length), int64. Targets are in place, not
-            to be shifted.
+        micro_batches: inputs and targets, both (samples, length), int64. Targets are shifted
+            already.
         ignore_index: the target of a token without a label.
 
     Raises:
         as in `accumulate`; also two shapes, length 0, or no labelled token (0).
 
     Details:
-        1. A micro-batch without a labelled token adds zeros, and may be left out.
+        1. A micro-batch without a labelled token adds zeros or nothing, and need not run.
         2. Neither targets nor logits need be contiguous.
         3. Logits in 16 bits become float32 before the loss.
         4. Parameters without a gradient, those of others, errors, and autocast are as in
@@ -137,7 +137,7 @@ def train_epoch(
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
     Args:
-        micro_batches: any iterable of pairs.
+        micro_batches: iterable of pairs.
         window: micro-batches to a step, at least 1.
         dtype: torch.float32; others, and `scaler`, in details.
         max_norm: above 0, or None.
@@ -152,16 +152,15 @@ def train_epoch(
         1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
            are dense.
         2. An error, or a bad micro-batch, ends the epoch: finished windows count, no other has
-           stepped or counts in `scaler`, which is ready for the next.
+           stepped or counts in `scaler`, which is ready for the next epoch. If the first
+           is bad, older gradients may stay.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
            the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
-           stay. Ask the scaler: neither norm nor loss nor weights tell.
-        6. Inside an autocast of the caller `dtype` holds, except for data; its cache keeps no old
-           weights.
-        7. The peak is that of `accumulate`, with one window's data, for any number of windows.
+           stay. The scaler knows: neither norm nor loss nor weights tell.
+        6. The peak is that of `accumulate`, with one window's data, for any number of windows.
     """
     raise NotImplementedError
 
@@ -179,17 +178,18 @@ def accumulate_on_ranks(
     """`accumulate_tokens` over the windows of all ranks: one step, equal everywhere.
 
         divisor  labelled tokens of all ranks; DDP averages
-        sends    one all-reduce of at most 8 numbers before the first forward, and DDP's own in the
-                 last backward
+        sends    one all-reduce of at most 8 numbers before the first forward; gradients only in
+                 the last backward, by DDP
         memory   as in `accumulate`
 
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP, outside `no_sync()`, without buffers or a pending backward pass.
+        model: in DDP without `find_unused_parameters`, outside `no_sync()`,
+            buffers or a pending backward pass.
 
     Returns:
-        This rank's share of the mean loss: the shares add up to it.
+        This rank's share of the mean loss; all add up to it.
 
     Raises:
         on all ranks, if one has a bad window or none a labelled token.
@@ -199,7 +199,7 @@ def accumulate_on_ranks(
         2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
         4. The rank with the bad window names what is bad. A window that raises when read is bad
-           too.
+           too: that error, or ValueError.
         5. Old gradients, parameters without a gradient, an error that all ranks meet before the
            last loss, and autocast are as in `accumulate`.
     """
@@ -230,4 +230,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 21cfebc3fc6d
+# untouched stub fc26f1ab312e

@@ -6,8 +6,8 @@ all, no mean of means.
     untouched  modes, hooks, training flags, the caller's data, after an error too; no seed is
                set
 
-Errors are ValueError unless it says otherwise, name the offending value, and are raised before
-anything is changed.
+Errors are ValueError, raised before anything is changed; the message names the offending value,
+or what is in parentheses.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ class WindowResult(NamedTuple):
     """What one window did."""
 
     loss: Tensor  # the mean over the window's samples: float32 scalar, not scaled, without a graph
-    # 2-norm of the window's true gradients before clipping, up to their rounding: float32 scalar
-    grad_norm: Tensor
+    grad_norm: Tensor  # 2-norm of all its gradients, unscaled, not clipped: float32 scalar
     skipped: bool  # whether an overflow kept the weights as they were
 
 
@@ -52,7 +51,8 @@ def accumulate(
         gradients  those of the window in one batch, up to rounding; older ones do not count
         step       one, with the whole window's gradients, which stay
         passes     one forward pass a micro-batch, in order
-        memory     one micro-batch's activations, one set of gradients; backward holds no output
+        memory     one micro-batch's activations, one set of gradients; your code holds no output
+                   during backward
 
         >>> accumulate(model, [(x, y), (more_x, more_y)], F.mse_loss, optimizer)
         tensor(0.6931)
@@ -71,8 +71,8 @@ def accumulate(
 
     Details:
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
-        2. A frozen parameter keeps its value, as does one that `optimizer` does not hold, whose
-           `grad` nothing clears.
+        2. A frozen parameter keeps its value. So does one that `optimizer` does not hold; its
+           `grad` is not cleared, and may grow.
         3. An error in model, loss or optimizer comes through: no step is taken, and the next call
            is like any other.
         4. The cache of the caller's autocast has no weights from before the step.
@@ -106,8 +106,7 @@ def _count_samples(micro_batches: Sequence[Batch]) -> int:
 
 def _pair(batch: Batch) -> Batch:
     # A tensor of two rows can be unpacked too.
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    if not is_pair or not all(isinstance(part, Tensor) and part.dim() for part in batch):
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f"a micro-batch is a pair, inputs and targets, not {batch!r:.60}")
     return batch
 
@@ -132,15 +131,15 @@ def accumulate_tokens(
 
     Args:
         model: from inputs to logits (samples, length, classes).
-        micro_batches: inputs and targets, both (samples, length), int64. Targets are in place, not
-            to be shifted.
+        micro_batches: inputs and targets, both (samples, length), int64. Targets are shifted
+            already.
         ignore_index: the target of a token without a label.
 
     Raises:
         as in `accumulate`; also two shapes, length 0, or no labelled token (0).
 
     Details:
-        1. A micro-batch without a labelled token adds zeros, and may be left out.
+        1. A micro-batch without a labelled token adds zeros or nothing, and need not run.
         2. Neither targets nor logits need be contiguous.
         3. Logits in 16 bits become float32 before the loss.
         4. Parameters without a gradient, those of others, errors, and autocast are as in
@@ -207,7 +206,7 @@ def train_epoch(
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
     Args:
-        micro_batches: any iterable of pairs.
+        micro_batches: iterable of pairs.
         window: micro-batches to a step, at least 1.
         dtype: torch.float32; others, and `scaler`, in details.
         max_norm: above 0, or None.
@@ -222,16 +221,15 @@ def train_epoch(
         1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
            are dense.
         2. An error, or a bad micro-batch, ends the epoch: finished windows count, no other has
-           stepped or counts in `scaler`, which is ready for the next.
+           stepped or counts in `scaler`, which is ready for the next epoch. If the first
+           is bad, older gradients may stay.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
            the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
-           stay. Ask the scaler: neither norm nor loss nor weights tell.
-        6. Inside an autocast of the caller `dtype` holds, except for data; its cache keeps no old
-           weights.
-        7. The peak is that of `accumulate`, with one window's data, for any number of windows.
+           stay. The scaler knows: neither norm nor loss nor weights tell.
+        6. The peak is that of `accumulate`, with one window's data, for any number of windows.
     """
     _check_epoch(window, dtype, scaler, max_norm)
     iterator, results = iter(micro_batches), list[WindowResult]()
@@ -258,22 +256,17 @@ def _window_step(
 ) -> WindowResult:
     samples = _count_samples(batches)
     optimizer.zero_grad()
-    # An autocast of the caller keeps its cache: copies of weights from before the last step.
-    torch.clear_autocast_cache()
     try:
         shares = []
         for inputs, targets in batches:
-            device = inputs.device.type
-            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
                 loss = loss_fn(_output(model, inputs, dtype), targets) * (len(inputs) / samples)
-            # Outside autocast, the caller's too. Every micro-batch under the same scale: it may
-            # not change before the window's end.
-            with _outside_autocast(device):
-                (loss if scaler is None else scaler.scale(loss)).backward()
+            # Outside autocast. Every micro-batch under the same scale: it may not change before
+            # the window's end.
+            (loss if scaler is None else scaler.scale(loss)).backward()
             shares.append(loss.detach().float())
             del loss
 
-        torch.clear_autocast_cache()
         if scaler is not None:
             scaler.unscale_(optimizer)  # once: the gradients are whole now
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -290,13 +283,6 @@ def _output(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> Tensor:
     output: Tensor = model(inputs)
     # As it is without autocast: a model in float64 has its loss in float64.
     return output if dtype == torch.float32 else output.float()
-
-
-def _outside_autocast(device: str) -> AbstractContextManager[Any]:
-    # Without an autocast of the caller nothing is entered: checkpointed blocks, which run again in
-    # the backward pass, would leave copies of their weights in it, those of all blocks at once.
-    off = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if off else nullcontext()
 
 
 def _step(optimizer: Optimizer, scaler: GradScaler | None) -> bool:
@@ -340,17 +326,18 @@ def accumulate_on_ranks(
     """`accumulate_tokens` over the windows of all ranks: one step, equal everywhere.
 
         divisor  labelled tokens of all ranks; DDP averages
-        sends    one all-reduce of at most 8 numbers before the first forward, and DDP's own in the
-                 last backward
+        sends    one all-reduce of at most 8 numbers before the first forward; gradients only in
+                 the last backward, by DDP
         memory   as in `accumulate`
 
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP, outside `no_sync()`, without buffers or a pending backward pass.
+        model: in DDP without `find_unused_parameters`, outside `no_sync()`,
+            buffers or a pending backward pass.
 
     Returns:
-        This rank's share of the mean loss: the shares add up to it.
+        This rank's share of the mean loss; all add up to it.
 
     Raises:
         on all ranks, if one has a bad window or none a labelled token.
@@ -360,7 +347,7 @@ def accumulate_on_ranks(
         2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
         4. The rank with the bad window names what is bad. A window that raises when read is bad
-           too.
+           too: that error, or ValueError.
         5. Old gradients, parameters without a gradient, an error that all ranks meet before the
            last loss, and autocast are as in `accumulate`.
     """

@@ -183,16 +183,13 @@ def _train_window(
     optimizer.zero_grad()
     total = 0.0
     for (inputs, targets), count in zip(batches, counts, strict=True):
-        torch.clear_autocast_cache()  # the caller's: it outlives the weights
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
             loss = loss_fn(
                 model(inputs) if dtype == torch.float32 else model(inputs).float(), targets
             )
-        torch.clear_autocast_cache()
         loss = loss.float() * (count / samples)
         total += loss.detach()
-        with torch.autocast(inputs.device.type, enabled=False):  # the caller's
-            (loss if scaler is None else scaler.scale(loss)).backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         del loss  # its graph must not live through the next forward pass
 
     if scaler is not None:

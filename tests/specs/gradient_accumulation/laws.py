@@ -11,10 +11,9 @@ import torch
 
 from kit.answers.catalogue import Entry
 from kit.laws.law import Law
-from kit.laws.precisions import PRECISIONS
 from kit.laws.trace import Trace, World
 from specs.gradient_accumulation import oracle
-from specs.gradient_accumulation.epochs import CALLERS, FLOAT16, FLOAT32, SIXTEEN_BITS, epoch
+from specs.gradient_accumulation.epochs import BFLOAT16, FLOAT16, FLOAT32, SIXTEEN_BITS, epoch
 from specs.gradient_accumulation.scenarios import ACCUMULATE, Rows, window
 from specs.gradient_accumulation.tokens import TOKENS, tokens
 
@@ -53,13 +52,12 @@ EPOCH_FREE = (
 
 def rounding(w: World) -> float:
     """16 bits are rounded at every operation; where the share is multiplied in is free."""
-    outer = {"the caller's autocast", "bfloat16 afterwards"} & w.tags
-    dtype = torch.bfloat16 if outer else w.dtype
+    dtype = torch.bfloat16 if "the caller's autocast" in w.tags else w.dtype
     return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
 
 def _clauses(
-    gradients: str, step: str, passes: str, autocast: int
+    gradients: str, step: str, passes: str, autocast: str | int
 ) -> dict[str, tuple[str | int, str]]:
     return {
         "outcome": (
@@ -71,7 +69,7 @@ def _clauses(
         "output for": (autocast, "the caller's autocast keeps copies of older weights"),
         "optimizer steps": (step, "a step too many, or none"),
         "steps taken at": ("data", "micro-batches are read ahead of the step"),
-        "modes when data": (autocast, "data are taken in another mode than that of the caller"),
+        "modes when data": ("untouched", "data are taken in another mode than that of the caller"),
         "passes forward": (passes, "a pass too many or too few, or in another mode or precision"),
         "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
         "passes back": (passes, "backward passes are joined, missing, or under autocast"),
@@ -142,10 +140,10 @@ ACCUMULATED = _law(
 OF_TOKENS = _law(
     _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window", 3
 )
-OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, *["windows"] * 3, 6)
+OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, *["windows"] * 4)
 _add(ACCUMULATED, ACCUMULATE)
 _add(OF_TOKENS, TOKENS)
 _add(OF_AN_EPOCH, FLOAT32)
 _add(OF_AN_EPOCH, SIXTEEN_BITS, "bf16", "fp16")
+_add(OF_AN_EPOCH, BFLOAT16, "bf16")
 _add(OF_AN_EPOCH, FLOAT16, "fp16")
-_add(OF_AN_EPOCH, CALLERS, *PRECISIONS)

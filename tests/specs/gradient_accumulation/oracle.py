@@ -103,9 +103,7 @@ def data(w: World) -> Any:
 def _window(w: World, window: list[Any]) -> Window:
     samples, scaler, max_norm = _samples(window), w.grad_scaler, w.options.get("max_norm")
     _clear(w)
-    torch.clear_autocast_cache()
     parts = [_backward(w, *batch, samples) for batch in window]
-    torch.clear_autocast_cache()
     if scaler is not None:
         scaler.unscale_(w.optimizer)
     gradients = [p.grad for p in _held(w) if p.grad is not None]
@@ -132,9 +130,8 @@ def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor
     with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
         output = w.model(inputs)
         loss = w.loss_fn(output if w.dtype == torch.float32 else output.float(), targets)
-    with torch.autocast(w.device.type, enabled=False):
-        part = loss * len(inputs) / samples
-        (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
+    part = loss * len(inputs) / samples
+    (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
     return part.detach().float()
 
 
@@ -175,7 +172,6 @@ def _labels(w: World, batch: Any) -> int:
 
 def _check_pair(batch: Any) -> None:
     _refuse_unless(isinstance(batch, (tuple, list)) and len(batch) == 2)
-    _refuse_unless(all(isinstance(part, Tensor) and part.dim() > 0 for part in batch))
 
 
 def _refuse_unless(ok: bool) -> None:

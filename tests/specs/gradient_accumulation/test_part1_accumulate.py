@@ -68,7 +68,7 @@ class TestPart1Accumulate:
     def test_peaks_as_one_micro_batch(self, answer, reference, device, case):
         """Whatever the number of micro-batches; the formulas are in memory.py."""
         memory.check_peak(
-            lambda: memory.of_samples(case, device),
+            memory.of_samples(case, device),
             lambda module, c, optimizer: module.accumulate(c.model, c.batches, c.loss, optimizer),
             *(answer, reference),
         )

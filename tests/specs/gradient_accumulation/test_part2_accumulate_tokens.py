@@ -39,7 +39,7 @@ class TestPart2AccumulateTokens:
                 "tokens without a label are in the divisor": rows(2, 2 / 3),
                 "the sum over the tokens is not divided by their number": rows(12, 4),
                 "a step for each micro-batch": rows(9, 2),
-                "the targets are shifted once more; they are in place": rows(4, 0),
+                "the targets are shifted once more; they are already": rows(4, 0),
                 "no step was taken": rows(0, 0),
                 "means weighted by samples: count labelled tokens": rows(1, 3),
             },
@@ -67,11 +67,11 @@ class TestPart2AccumulateTokens:
         OF_TOKENS.hold(answer, device, "modes")
 
     @pytest.mark.saves("accumulate_tokens", "window")
-    @memory.OF_TOKENS
+    @memory.CASES
     def test_a_window_of_tokens_peaks_as_one_micro_batch(self, answer, reference, device, case):
         """Whatever the number of micro-batches; the formulas are in memory.py."""
         memory.check_peak(
-            lambda: memory.of_tokens(case, device),
+            memory.of_tokens(case, device),
             lambda module, c, optimizer: module.accumulate_tokens(c.model, c.batches, optimizer),
             *(answer, reference),
         )

@@ -68,21 +68,21 @@ class TestPart3TrainEpoch:
         """One that advances with every micro-batch ends too early (huggingface/accelerate#963)."""
         OF_AN_EPOCH.hold(answer, device, "scheduler")
 
-    @pytest.mark.saves("train_epoch", 7)
+    @pytest.mark.saves("train_epoch", 6)
     @memory.CASES
     def test_every_window_of_an_epoch_peaks_as_one_micro_batch(
         self, answer, reference, device, case
     ):
         """Clipping included; the formulas are in memory.py."""
         memory.check_peak(
-            lambda: memory.of_samples(case, device), memory.epoch_of_one_window, answer, reference
+            memory.of_samples(case, device), memory.epoch_of_one_window, answer, reference
         )
 
-    @pytest.mark.saves("train_epoch", 7)
+    @pytest.mark.saves("train_epoch", 6)
     def test_the_peak_does_not_grow_with_the_number_of_windows(self, answer, reference, device):
         """A window's data are gone when those of the next are made; one micro-batch may be left."""
         memory.check_peak(
-            lambda: memory.with_data(device),
+            memory.of_samples("data", device),
             memory.epoch_of_three_windows,
             *(answer, reference, "peak of three windows above the baseline"),
         )

@@ -92,18 +92,19 @@ class TestPart4AccumulateOnRanks:
         check_equal(yours["order"], order, "order of passes", cause=cause)
 
     @pytest.mark.saves("accumulate_on_ranks", "memory")
-    @memory.OF_TOKENS
+    @memory.CASES
     def test_a_ranks_window_peaks_as_one_micro_batch(self, answer, reference, world, case):
         """As in part 2, and DDP's buckets: one more set of gradients."""
         made = memory.of_tokens(case, CPU)
+        (limit, plain, formula), buckets = memory.limit_of(made), memory.gradients_of(made)
         yours, theirs = (world.run(module, ranks.peak, case)[0] for module in (answer, reference))
         check_bar(
             f"peak of a window of {len(made.batches)} on rank 0",
             yours,
-            made.limit + made.gradients,
-            plain=made.plain + made.gradients,
+            limit + buckets,
+            plain=plain + buckets,
             reference=theirs,
-            formula=f"{made.formula}; and DDP's buckets",
+            formula=f"{formula}; and DDP's buckets",
             cause=memory.CAUSES[case],
         )
 
