@@ -221,7 +221,7 @@ def train_epoch(
         1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
            are dense.
         2. An error, or a bad micro-batch, ends the epoch: finished windows count, no other has
-           stepped or counts in `scaler`, which is ready for the next epoch. If the first
+           stepped or counts in `scaler`, which is ready for the next epoch. If the first window
            is bad, older gradients may stay.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
            the loss is computed from the output as float32.
@@ -333,8 +333,8 @@ def accumulate_on_ranks(
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP without `find_unused_parameters`, outside `no_sync()`,
-            buffers or a pending backward pass.
+        model: in DDP without `find_unused_parameters`, buffers or a pending backward pass;
+            outside `no_sync()`.
 
     Returns:
         This rank's share of the mean loss; all add up to it.
