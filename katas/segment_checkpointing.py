@@ -24,7 +24,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         runs          once in the call, once more in backward, as far as needed
         gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
                       require one, of parameters and other leaves that `function` uses; several for
-                      one tensor add up in any order
+                      one tensor add up in any order and precision
         data          parameters get theirs even if no argument requires one; a function without
                       gradients stops no others
         kept          until backward the arguments, and nothing computed from them; then one
@@ -32,10 +32,10 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         freed         after backward nothing is left but `function`, without the garbage collector
         random state  the second run draws what the first drew from torch's default generators; all
                       else draws as after one run
-        autocast      in the second run as in the first: on or off, dtype, cache; backward runs
-                      in the caller's
-        result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
-                      other things; tensors may be changed in place
+        autocast      in the second run as in the first: on or off, dtype; backward runs in the
+                      caller's
+        result        what `function` returns: a tensor, a tuple or namedtuple of tensors and other
+                      things; tensors may be changed in place
         no_grad       under no_grad and inference_mode it is the plain call, whatever the arguments
 
         >>> checkpoint(block, x).sum().backward()
@@ -47,24 +47,26 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         args: tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: from the call if `function` does it, else
-        before a second run. TypeError, naming the type, for a tensor hidden in a list, tuple or
-        dict, given or returned.
+        RuntimeError if an argument is changed in place: from the call if `function` does it (it
+        stays changed), else before a second run. TypeError, naming the type, for a tensor hidden
+        in a given list, tuple or dict.
 
     Details:
-        1. An output that the loss does not use gets no gradient, not even zeros.
-        2. A parameter or buffer may be returned, and stays what it is.
+        1. An output that the loss does not use gets no gradient, not even zeros. As long as it
+           may still be used, arguments may be kept.
+        2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
+           A result may require a gradient that it did not inside.
         3. A checkpoint may stand inside the function of another, and saves there too.
         4. After backward with retain_graph=True, backward works again.
         5. An error in either run comes through; a second run that fails leaves the random stream
            as it was.
-        6. autograd.grad(), inputs= and create_graph=True: RuntimeError, or right gradients and
-           no others. Backward under inference_mode is not asked for.
-        7. A torch.Generator among the arguments draws the same again, too.
+        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
+           gradients and no others. Backward under inference_mode is not asked for.
+        7. A tensor hidden in what is returned: TypeError, or right gradients.
         8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
            right gradients.
-        9. A tensor given or returned twice is one tensor in both runs. Results that share memory
-           otherwise may not be changed in place. A Parameter is a plain tensor in the second run.
+        9. A tensor given twice is one tensor in both runs. Results that share memory may not be
+           changed in place. A Parameter is a plain tensor in the second run.
     """
     raise NotImplementedError
 
@@ -78,14 +80,14 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
         sizes      equal, or differing by one
         last       not checkpointed: backward needs its inside at once
         runs       each layer once, and once more in backward if checkpointed; once under no_grad
-        gradients  to the bit those of the plain chain; `x` need not require one
+        gradients  those of the plain chain, as in `checkpoint`; `x` need not require one
         peak       one input for each segment, and the largest segment's activations
 
         >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
         layers: each from a tensor to a tensor, the same under no_grad, without changing its
-            input in place; one may stand there twice.
+            input in place; one may stand twice.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 
@@ -117,7 +119,8 @@ def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
     `snapshots` layer inputs may be kept at a time.
 
         steps      each layer's one run with a graph does not count; layers run in order
-        snapshots  the first layer's input is one; when one is given up, its place is free
+        snapshots  the first layer's input is one; the input of the layer that runs with a graph
+                   is none: the place of one is free from then on
 
         >>> fewest_extra_steps(10, snapshots=3)
         15
@@ -136,12 +139,12 @@ def backward_with_snapshots(
 ) -> Tensor:
     """Forward and backward through `layers` with at most `snapshots` layer inputs kept at a time.
 
-        gradients     to the bit those of `loss_fn(layers(x)).backward()`, added to `.grad`; if
-                      `x` requires one, of `x` and what it was computed from
+        gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
+                      requires one, of `x` and what it was computed from
         runs          layers `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
         random state  layers draw the same from torch's default generators in each run; all else
                       draws as if each ran once, after an error too
-        peak          `snapshots` activations, and one layer's forward and backward
+        peak          `snapshots` activations, and one layer's forward and backward with its input
         freed         afterwards nothing is left but the loss
 
         >>> loss = backward_with_snapshots(layers, x, loss_fn, snapshots=3)
@@ -166,4 +169,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub 40364086bad9
+# untouched stub 5e99f3f3a10c

@@ -28,7 +28,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         runs          once in the call, once more in backward, as far as needed
         gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
                       require one, of parameters and other leaves that `function` uses; several for
-                      one tensor add up in any order
+                      one tensor add up in any order and precision
         data          parameters get theirs even if no argument requires one; a function without
                       gradients stops no others
         kept          until backward the arguments, and nothing computed from them; then one
@@ -36,10 +36,10 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         freed         after backward nothing is left but `function`, without the garbage collector
         random state  the second run draws what the first drew from torch's default generators; all
                       else draws as after one run
-        autocast      in the second run as in the first: on or off, dtype, cache; backward runs
-                      in the caller's
-        result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
-                      other things; tensors may be changed in place
+        autocast      in the second run as in the first: on or off, dtype; backward runs in the
+                      caller's
+        result        what `function` returns: a tensor, a tuple or namedtuple of tensors and other
+                      things; tensors may be changed in place
         no_grad       under no_grad and inference_mode it is the plain call, whatever the arguments
 
         >>> checkpoint(block, x).sum().backward()
@@ -51,24 +51,26 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         args: tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: from the call if `function` does it, else
-        before a second run. TypeError, naming the type, for a tensor hidden in a list, tuple or
-        dict, given or returned.
+        RuntimeError if an argument is changed in place: from the call if `function` does it (it
+        stays changed), else before a second run. TypeError, naming the type, for a tensor hidden
+        in a given list, tuple or dict.
 
     Details:
-        1. An output that the loss does not use gets no gradient, not even zeros.
-        2. A parameter or buffer may be returned, and stays what it is.
+        1. An output that the loss does not use gets no gradient, not even zeros. As long as it
+           may still be used, arguments may be kept.
+        2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
+           A result may require a gradient that it did not inside.
         3. A checkpoint may stand inside the function of another, and saves there too.
         4. After backward with retain_graph=True, backward works again.
         5. An error in either run comes through; a second run that fails leaves the random stream
            as it was.
-        6. autograd.grad(), inputs= and create_graph=True: RuntimeError, or right gradients and
-           no others. Backward under inference_mode is not asked for.
-        7. A torch.Generator among the arguments draws the same again, too.
+        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
+           gradients and no others. Backward under inference_mode is not asked for.
+        7. A tensor hidden in what is returned: TypeError, or right gradients.
         8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
            right gradients.
-        9. A tensor given or returned twice is one tensor in both runs. Results that share memory
-           otherwise may not be changed in place. A Parameter is a plain tensor in the second run.
+        9. A tensor given twice is one tensor in both runs. Results that share memory may not be
+           changed in place. A Parameter is a plain tensor in the second run.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -98,7 +100,7 @@ class _Checkpoint(torch.autograd.Function):
         versions = [tensor._version for tensor in tensors]
         ctx.function, ctx.args = function, [None if isinstance(a, Tensor) else a for a in args]
         ctx.random, ctx.autocast = _RandomState(args), _AutocastState()
-        with ctx.autocast.restored(keep_casts=False):
+        with ctx.autocast.restored():
             outputs = function(*args)
         if [tensor._version for tensor in tensors] != versions:
             raise RuntimeError("the checkpointed function changes an argument in place")
@@ -108,8 +110,7 @@ class _Checkpoint(torch.autograd.Function):
         items = outputs if isinstance(outputs, tuple) else (outputs,)
         _refuse_hidden_tensors(items)
         # Detached: a parameter that is returned as it is would get this node for its history.
-        fresh = {id(item): item.detach() for item in items if isinstance(item, Tensor)}
-        return tuple(fresh.get(id(item), item) for item in items)
+        return tuple(item.detach() if isinstance(item, Tensor) else item for item in items)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -152,27 +153,26 @@ def _has_tensors(value: Any) -> bool:
 
 
 class _RandomState:
-    """The state of the generators that a function of these arguments may use."""
+    """The state of torch's default generators that a function of these arguments may use."""
 
-    def __init__(self, args: Sequence[Any]) -> None:
+    def __init__(self, args: Iterable[Any]) -> None:
         devices = {arg.get_device() for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
-        self.generators = [torch.default_generator]
-        self.generators += [torch.cuda.default_generators[device] for device in sorted(devices)]
-        self.generators += [arg for arg in args if isinstance(arg, torch.Generator)]
-        self.states = [generator.get_state() for generator in self.generators]
+        generators = [torch.cuda.default_generators[device] for device in sorted(devices)]
+        self.states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As it was; afterwards as it is now, so that the stream goes on."""
-        now = _RandomState(self.generators)
+        now = [(generator, generator.get_state()) for generator, _ in self.states]
         self.restore()
         try:
             yield
         finally:
-            now.restore()
+            for generator, state in now:
+                generator.set_state(state)
 
     def restore(self) -> None:
-        for generator, state in zip(self.generators, self.states, strict=True):
+        for generator, state in self.states:
             generator.set_state(state)
 
 
@@ -185,22 +185,15 @@ class _AutocastState:
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
             for device in devices
         ]
-        self.caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def restored(self, *, keep_casts: bool = True) -> Iterator[None]:
-        # Autocast keeps the weights that it has cast until its block ends. In torch 2.6 one that
-        # was cast without a graph is then found by a run that needs the graph, and gets no gradient
-        # (pytorch#112583). So a run without a graph may leave none behind.
-        caches = self.caches and keep_casts
+    def restored(self) -> Iterator[None]:
+        # Autocast keeps the weights that it has cast until its block ends, and asks for the weight
+        # alone: a run could find a copy of another dtype, and in torch 2.6 one without a graph,
+        # which gets no gradient (pytorch#112583). So nothing is kept here.
         with ExitStack() as stack:
-            if keep_casts:
-                # A weight that was cast is found again, whatever its dtype. So the caller's go, and
-                # these go before the caller's next.
-                torch.clear_autocast_cache()
-                stack.callback(torch.clear_autocast_cache)
             for device, dtype, enabled in self.settings:
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=caches))
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
             yield
 
 
@@ -213,14 +206,14 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
         sizes      equal, or differing by one
         last       not checkpointed: backward needs its inside at once
         runs       each layer once, and once more in backward if checkpointed; once under no_grad
-        gradients  to the bit those of the plain chain; `x` need not require one
+        gradients  those of the plain chain, as in `checkpoint`; `x` need not require one
         peak       one input for each segment, and the largest segment's activations
 
         >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
         layers: each from a tensor to a tensor, the same under no_grad, without changing its
-            input in place; one may stand there twice.
+            input in place; one may stand twice.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 
@@ -276,7 +269,8 @@ def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
     `snapshots` layer inputs may be kept at a time.
 
         steps      each layer's one run with a graph does not count; layers run in order
-        snapshots  the first layer's input is one; when one is given up, its place is free
+        snapshots  the first layer's input is one; the input of the layer that runs with a graph
+                   is none: the place of one is free from then on
 
         >>> fewest_extra_steps(10, snapshots=3)
         15
@@ -326,12 +320,12 @@ def backward_with_snapshots(
 ) -> Tensor:
     """Forward and backward through `layers` with at most `snapshots` layer inputs kept at a time.
 
-        gradients     to the bit those of `loss_fn(layers(x)).backward()`, added to `.grad`; if
-                      `x` requires one, of `x` and what it was computed from
+        gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
+                      requires one, of `x` and what it was computed from
         runs          layers `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
         random state  layers draw the same from torch's default generators in each run; all else
                       draws as if each ran once, after an error too
-        peak          `snapshots` activations, and one layer's forward and backward
+        peak          `snapshots` activations, and one layer's forward and backward with its input
         freed         afterwards nothing is left but the loss
 
         >>> loss = backward_with_snapshots(layers, x, loss_fn, snapshots=3)
@@ -356,7 +350,7 @@ def backward_with_snapshots(
     _check_schedule(len(layers), snapshots)
     kept = [_Snapshot(0, x, _RandomState([x]))]
     grad = None  # of the loss by the input of the layer that was done last
-    with _AutocastState().restored(keep_casts=False), ExitStack() as after:
+    with _AutocastState().restored(), ExitStack() as after:
         for number in reversed(range(len(layers))):
             value = _advance(layers, kept, number, snapshots)
             trained = value.is_floating_point() or value.is_complex()

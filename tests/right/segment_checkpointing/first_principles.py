@@ -135,8 +135,7 @@ class _Rerun:
                 arg = places[id(arg)]
             self.args.append(arg)
         self.function = function
-        given = [arg for arg in args if isinstance(arg, torch.Generator)]
-        self.cursor = _Cursor(_generators(self.tensors) + given)
+        self.cursor = _Cursor(_generators(self.tensors))
         self.autocast = _autocast_as_now()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:

@@ -45,24 +45,16 @@ def _unchanged(tensors: Sequence[Tensor], what: str) -> Iterator[None]:
 
 
 class _RandomState:
-    """The random state of the cpu, of some CUDA devices and of given generators, as it is when this
-    is made."""
+    """The random state of the cpu and of some CUDA devices, as it is when this is made."""
 
-    def __init__(
-        self, devices: Iterable[torch.device], given: Iterable[torch.Generator] = ()
-    ) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self.devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
         self.cpu = torch.get_rng_state()
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
-        self.given = [(generator, generator.get_state()) for generator in given]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=self.devices))
-            for generator, state in self.given:
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(state)
+        with torch.random.fork_rng(devices=self.devices):
             torch.set_rng_state(self.cpu)
             for device, state in zip(self.devices, self.cuda, strict=True):
                 torch.cuda.set_rng_state(state, device)
@@ -176,8 +168,7 @@ class _Call:
         self.function = function
         self.args = args
         self.leaves = [tensor.is_leaf and not tensor._is_view() for tensor in tensors]
-        given = [arg for arg in args if isinstance(arg, torch.Generator)]
-        self.random = _RandomState([tensor.device for tensor in tensors], given)
+        self.random = _RandomState([tensor.device for tensor in tensors])
         self.autocast = _AutocastState()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:

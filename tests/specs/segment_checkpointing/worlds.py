@@ -207,21 +207,21 @@ def raised(step, kind):
     return "no error"
 
 
-def check_right_or_refused(ask, plain, mine, leaves, cause):
-    """Gradients as the plain call has them, or RuntimeError; either way no others."""
+def check_right_or_refused(ask, plain, mine, leaves, cause, refusal=RuntimeError):
+    """Gradients as the plain call has them, or an error of that kind; either way no others."""
     __tracebackhide__ = True
     seen = []
     for call in (plain, mine):
         for leaf in leaves:
             leaf.grad = None
-        came = raised(partial(ask, call), RuntimeError)
+        came = raised(partial(ask, call), refusal)
         seen.append([leaf.grad for leaf in leaves])
     wants, grads = seen
-    if came == "RuntimeError":  # then nothing may have moved that the plain way leaves alone
+    if came == refusal.__name__:  # then nothing may have moved that the plain way leaves alone
         grads = [g if want is None else want for want, g in zip(wants, grads, strict=True)]
     pairs = zip(wants, grads, strict=True)
     right = [g is want if None in (g, want) else g.allclose(want) for want, g in pairs]
-    what = f"right gradients for each leaf and no others, or a RuntimeError ({came})"
+    what = f"right gradients for each leaf and no others, or a {refusal.__name__} ({came})"
     check_equal(right, [True] * len(right), what, cause=cause)
 
 
