@@ -89,7 +89,7 @@ class TestPart4Snapshots:
     @as_plain_backward("a layer's second run has another input than its first")
     def test_gives_the_plain_loss_and_gradients_to_the_bit(self):
         x = w.leaf(13, 5)
-        for count, snapshots in RUNS:
+        for count, snapshots in RUNS[::2]:
             layers = w.chain(count, x.device, dropout=0.0)[0]
             yield f"{count} layers, {snapshots} snapshots", layers, x, snapshots
 
@@ -114,7 +114,7 @@ class TestPart4Snapshots:
     @as_plain_backward("a run draws others than the first, or the stream goes on from elsewhere")
     def test_random_numbers_are_as_after_one_sweep(self):
         x = w.leaf(13, 5)
-        for count, snapshots in RUNS:
+        for count, snapshots in RUNS[1::2]:
             layers = w.chain(count, x.device)[0]
             yield f"{count} layers, {snapshots} snapshots", layers, x, snapshots
         yield "a loss that draws", layers, x, 2, WithHead(5, 3)
@@ -165,7 +165,7 @@ class TestPart4Snapshots:
             yield f"{count} layers, {snapshots} snapshots", count, snapshots
 
     @pytest.mark.saves("backward_with_snapshots", "peak")
-    @pytest.mark.parametrize(("count", "snapshots"), [(10, 1), (10, 3), (24, 3), (24, 6)])
+    @pytest.mark.parametrize(("count", "snapshots"), [(7, 1), (10, 3), (16, 5)])
     def test_the_peak_is_the_snapshots_and_one_layer(
         self, answer, reference, device, count, snapshots
     ):
@@ -207,7 +207,10 @@ class TestPart4Snapshots:
     @pytest.mark.survives("backward_with_snapshots", "random state")
     @pytest.mark.parametrize("end", ["error", "ctrl_c"])
     def test_an_error_in_any_run_comes_through_and_changes_nothing(self, answer, device, end):
-        """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later."""
+        """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later.
+
+        An error in each other run, and Ctrl-C in the rest.
+        """
         x, head = draw.randn(13, 5, device=device, requires_grad=True), WithHead(5, 3).to(device)
 
         def step(ends, call):
@@ -217,7 +220,7 @@ class TestPart4Snapshots:
             draw.seed(5)
             call(layers, x, head, 2)
 
-        for last in range(6 + closed_form(6, 2)):
+        for last in range(end == "ctrl_c", 6 + closed_form(6, 2), 2):
             check_ending(partial(step, call=answer.backward_with_snapshots), end, lambda: None)
             got = draw.next_random(device)
             plain = partial(step, call=plain_backward)
