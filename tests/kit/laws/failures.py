@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,22 +28,6 @@ class Unsavable(torch.Tensor):
 
 def _no_rename(*paths: object) -> None:
     raise OSError("no rename")
-
-
-@contextmanager
-def renamed() -> Iterator[list[Path]]:
-    """The files that are renamed inside, by the names that they had."""
-    names: list[Path] = []
-    replace = os.replace
-
-    def noted(old: str, new: str) -> None:
-        names.append(Path(old))
-        replace(old, new)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("replace", "rename"):
-            patch.setattr(os, name, noted)
-        yield names
 
 
 @contextmanager
