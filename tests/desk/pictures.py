@@ -92,7 +92,7 @@ def _solved(paper: Paper) -> None:
 
 
 def _failing(paper: Paper) -> None:
-    _hand_in("gradient_accumulation", "one_backward_at_the_end")
+    _hand_in("gradient_accumulation", "a_name_for_the_output")
     kata.run(Wanted("gradient_accumulation"), paper)
 
 

@@ -35,7 +35,8 @@ from kit.memory.ruler import bytes_of, measure
 CLASSES = 4096
 CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_output"])
 CAUSES = {
-    "activations": "graphs are kept, if only by a name for the loss, or micro-batches are joined",
+    "activations": "graphs are kept, if only by a name for loss or output; or micro-batches are "
+    "joined",
     "gradients": "gradients are copied: sums, norms and clipping need no second set",
     "wide_output": "a name still holds the output in the backward pass, or outputs are kept",
     "data": "micro-batches are all fetched first or kept, or a window while the next is taken",
