@@ -24,6 +24,7 @@ fake mode that is active already once more, and that shows.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def account(
 ) -> Account:
     """Run `step` once and read its memory by kind. `known` and errors are those of `measure`."""
     device = measurable(device)
+    gc.collect()  # what is garbage already, such as old gradients in a cycle, is not of this step
     log = StorageLog(device.type, model, optimizer, known)
 
     def count() -> None:
