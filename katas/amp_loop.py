@@ -69,16 +69,16 @@ def train_step(
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
     Args:
-        model: from inputs to one output tensor.
+        model: from inputs to one output.
         batch: inputs and targets, two tensors of one length above 0, in a tuple or list.
         loss_fn: from output and targets to a scalar.
-        optimizer: holds the parameters to train.
+        optimizer: holds what is trained.
         scaler: needed for float16, None for the others.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
         max_norm: above 0; clips to this norm.
 
     Raises:
-        on another dtype, scaler, max_norm or batch.
+        on another dtype, scaler, max_norm or batch (its lengths).
 
     Details:
         1. Parameters without a gradient in this step are not stepped, whatever they had before.
@@ -281,4 +281,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 6c517875af18
+# untouched stub 5ecb71de1308
