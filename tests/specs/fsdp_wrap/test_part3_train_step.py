@@ -155,7 +155,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.survives("train_step", 3)
     def test_an_error_in_the_loss_leaves_nothing_behind(self, answer, world):
-        """In any micro-batch, in backward, Ctrl-C too, with all gathered too; then other steps."""
+        """In any micro-batch, in backward, with all gathered too; then other steps."""
         cause = "something of the step in which loss_fn has raised is left: synchronisation that "
         cause += "is off, gradients, or gathered parameters; or the error is kept"
         hold(answer, world, "errors", cause=cause)
