@@ -77,6 +77,10 @@ class TestPart2SavedBytes:
         links = [torch.neg] * 1500
         yield "1,500 operations", 4 * 36, lambda: reduce(lambda y, link: link(y), links, x.exp())
         yield "another beside it", 4 * 36, x.tanh
+        with collector_paused() as collect:
+            loop = lambda: (cycle := [x.exp()]).append(cycle)  # noqa: E731
+            yield "a graph in a cycle not yet collected", 4 * 36, loop
+            collect()
         yield "a pass under no_grad", 0, torch.no_grad()(lambda: x.exp())
         with torch.no_grad():
             yield "under the caller's no_grad", 0, lambda: x.exp()
@@ -123,7 +127,9 @@ class TestPart2SavedBytes:
         yield "a hidden buffer", 0, lambda: row * body.mask, body
         late = lambda: body.register_buffer("late", torch.ones(6))  # noqa: E731
         yield "a buffer made on the way", 0, lambda: (late(), row * body.late)[1], body
-        yield "a loss has weights", 4 * (5 * 6 + 5 * 8 + 8 * 2), lambda: loss(body(x)), body
+        scaled = lambda: loss(body(x)) * loss.bias  # noqa: E731
+        size = 4 * (5 * 6 + 5 * 8 + 8 * 2 + 5 * 2 + 2)
+        yield "a loss has weights, a view of one and one itself", size, scaled, body
 
     @pytest.mark.exact("saved_bytes", "after")
     def test_lets_the_caller_go_backward(self, answer, device):
@@ -220,6 +226,7 @@ class TestPart2SavedBytes:
     def test_changes_nothing_that_forward_does_not(self, answer, device):
         model, x = mlp(4, 3, 2, device=device, activation=nn.Dropout), leaf(5, 4, device=device)
         model(x).sum().backward()
+        model[0].eval()  # one layer is frozen, the others train
         before, randoms, held = Snapshot(model, SGD(model.parameters())), [], []
         for run in (lambda forward: forward(), lambda forward: answer.saved_bytes(forward, model)):
             draw.seed(5)
