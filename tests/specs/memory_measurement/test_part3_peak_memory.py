@@ -51,12 +51,6 @@ def chain(kib, links):
     return y
 
 
-def in_a_cycle(tensor):
-    """A list that holds a tensor and itself."""
-    cycle = [tensor]
-    cycle.append(cycle)
-
-
 class TestPart3PeakMemory:
     @pytest.mark.works("peak_memory", "peak")
     @counts("memory is read when the step is over, or retained is not after - before")
@@ -123,7 +117,8 @@ class TestPart3PeakMemory:
         chains = lambda: kept.extend(chain(4, links) for links in range(8))  # noqa: E731
         yield "the ends of 8 chains", (0, 7 * 4 + 2 * 4, 8 * 4), chains
         with collector_paused() as collect:
-            yield "a cycle left behind", (0, 4, 4), lambda: in_a_cycle(floats(4))
+            loop = lambda: (cycle := [floats(4)]).append(cycle)  # noqa: E731
+            yield "a cycle left behind", (0, 4, 4), loop
             collect()
 
     @pytest.mark.exact("peak_memory", "after")
@@ -218,17 +213,18 @@ class TestPart3PeakMemory:
 
     @pytest.mark.survives("peak_memory", 3)
     def test_a_step_may_measure_too(self, answer):
-        """4 KiB, then 8 in a measurement inside, then 32 for a moment in one that fails."""
+        """4 KiB, then 8 in a measurement inside, then 32 in one that lists too little and fails."""
         kept, inside = [], []
 
         def step():
             kept.append(floats(4))
             inside.append(answer.peak_memory(lambda: kept.append(floats(8)), "cpu"))
             with suppress(ZeroDivisionError):
-                answer.peak_memory(lambda: floats(32).dim() / 0, "cpu")
+                answer.peak_memory(lambda: torch.cat(kept[:1] * 8).dim() / 0, "cpu")
 
-        outside, after = (answer.peak_memory(run, "cpu") for run in (step, lambda: floats(1)))
-        want = [(0, 44, 12), (0, 8, 8), (0, 1, 0)]
+        outside = answer.peak_memory(step, "cpu")
+        after = answer.peak_memory(lambda: floats(1), "cpu", kept)
+        want = [(0, 44, 12), (0, 8, 8), (12, 13, 0)]
         got = [tuple(n // KIB for n in reading) for reading in (outside, *inside, after)]
         cause = "one measurement knows what another has seen"
         check_equal(got, want, "KiB outside, inside and afterwards", cause=cause)
@@ -263,6 +259,7 @@ class TestPart3PeakMemory:
     @pytest.mark.gpu
     @pytest.mark.survives("peak_memory", 6)
     def test_reads_the_allocator(self, answer, device):
+        device = torch.device("cuda", torch.cuda.device_count() - 1)  # of several, not the current
         floats(256 * KIB, device=device)  # 256 MiB, freed at once
         before = torch.cuda.memory_allocated(device)
         got = answer.peak_memory(lambda: floats(4, device=device), device)
@@ -272,7 +269,7 @@ class TestPart3PeakMemory:
     @pytest.mark.survives("peak_memory", "Raises")
     def test_refuses_a_device_that_it_cannot_measure(self, answer):
         runs = []
-        for bad in ("mps", "cuda:99", "tpu", "cpu zero", "meta"):
+        for bad in ("mps", f"cuda:{torch.cuda.device_count()}", "tpu", "cpu zero", "meta"):
             existing = iter([torch.ones(2)])
             call = partial(answer.peak_memory, lambda: runs.append(1), bad, existing)
             check_raises(call, ValueError, mentions=[bad], when=f"for device {bad!r}")
