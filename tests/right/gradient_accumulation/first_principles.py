@@ -236,7 +236,7 @@ def train_epoch(
             if scaler is not None:
                 scaler.unscale_(optimizer)
             norm, finite = _measure(params)
-            finite = finite or scaler is None
+            finite = finite or dtype is not torch.float16
             if finite:
                 if max_norm is not None and norm > max_norm:
                     _rescale(params, max_norm / float(norm))

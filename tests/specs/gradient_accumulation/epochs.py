@@ -48,6 +48,7 @@ from specs.gradient_accumulation.scenarios import (
 )
 
 INF, NAN, HALF = math.inf, math.nan, option(max_norm=0.5)
+DISABLED = put(scaler={"enabled": False})
 RETRIED = tag("retried")
 
 
@@ -166,7 +167,7 @@ FLOAT32: dict[str, Rows] = {
         **bad(NO_PAIRS, 0, 2, tags=["early"]),
     },
     "options": BAD_OPTIONS | {name: (*row, tag("early")) for name, row in NOTHING.items()},
-    "precisions": BAD_PRECISIONS,
+    "precisions": BAD_PRECISIONS | {"float32, a disabled scaler": (DISABLED, HALF)},
 }
 SIXTEEN_BITS: dict[str, Rows] = {
     "autocast": {
@@ -176,7 +177,12 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "samples of several lengths": (sequences,),
     },
 }
-BFLOAT16: dict[str, Rows] = {"not skipped": {"an infinite gradient": (gradient(INF, 4),)}}
+BFLOAT16: dict[str, Rows] = {
+    "not skipped": {
+        "an infinite gradient": (gradient(INF, 4),),
+        "an infinite gradient, a disabled scaler": (gradient(INF, 4), DISABLED),
+    },
+}
 FLOAT16: dict[str, Rows] = {
     "scaler": {
         "clipped": (HALF, sizes(4, 1, 6)),
