@@ -9,7 +9,7 @@ change. An "error" is any exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -229,9 +229,11 @@ def _recompute(
     keep: Collection[Any],
 ) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
+    # A tensor in two places comes back as one: attention asks whether the query is the key.
+    first = [next(n for n, other in enumerate(leaves) if other is leaf) for leaf in leaves]
 
     def run(*leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves, spec)
+        args, kwargs = tree_unflatten([leaves[n] for n in first], spec)
         return function(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -274,7 +276,7 @@ class _Found:
         self.tops = [part for part in state if isinstance(part, nn.Module)]
         self.modules = list(dict.fromkeys(module for top in self.tops for module in top.modules()))
         self.modes = [module.training for module in self.modules]
-        self.buffers = [_copied(module._buffers) for module in self.modules]
+        self.buffers = _copied([module._buffers for module in self.modules])
         generators = [part for part in state if isinstance(part, Generator)]
         self.states = [(generator, generator.get_state()) for generator in generators]
 
@@ -283,7 +285,7 @@ class _Found:
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
         self._swap_modes()
         # Copies once more: there may be a second backward pass.
-        self._set([_copied(buffers) for buffers in self.buffers], self.states)
+        self._set(_copied(self.buffers), self.states)
         # Only now: a selective recomputation knows the operations of the first run, and would not
         # know the copying of buffers.
         self.replaying.__enter__()
@@ -307,8 +309,10 @@ class _Found:
             generator.set_state(state)
 
 
-def _copied(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if b is None else b.detach().clone() for name, b in buffers.items()}
+def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | None]]:
+    # By tensor: what several modules share is one in the copies too.
+    new = {b: b.detach().clone() for its in found for b in its.values() if b is not None}
+    return [{name: b if b is None else new[b] for name, b in its.items()} for its in found]
 
 
 # Part 3
@@ -373,7 +377,9 @@ def checkpoint_blocks(
     for op in keep:
         if not isinstance(op, torch._ops.OpOverload):
             raise TypeError(f"keep takes overloads, such as aten.mm.default, and not {op!r}")
-    blocks = list(dict.fromkeys(_outermost(model, block_type)))  # a shared block comes once
+    found = [module for module in model.modules() if isinstance(module, block_type)]
+    inside = {part for block in found for part in block.modules() if part is not block}
+    blocks = [block for block in found if block not in inside]
     if not blocks:
         raise ValueError(f"no {block_type.__name__} in this {type(model).__name__}")
     if any(isinstance(vars(block).get("forward"), _Checkpointed) for block in blocks):
@@ -383,14 +389,6 @@ def checkpoint_blocks(
         # replaced: hooks run around it, and parameters keep their names.
         block.forward = _Checkpointed(block, block.forward, keep)
     return len(blocks)
-
-
-def _outermost(module: nn.Module, block_type: type[nn.Module]) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, block_type):
-            yield child
-        else:
-            yield from _outermost(child, block_type)
 
 
 class _Checkpointed:

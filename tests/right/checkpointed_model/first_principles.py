@@ -348,7 +348,9 @@ class _Holding(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in self.keep:
+        # What draws from a generator moves it, so it is computed again.
+        draws = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
+        if func not in self.keep or draws:
             if func._schema.is_mutable:
                 self._make_way(func, args, kwargs)
             return func(*args, **kwargs)

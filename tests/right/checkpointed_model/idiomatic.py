@@ -310,14 +310,17 @@ def _run_twice(
 ) -> Any:
     # The first run gets the caller's own objects, the second one copies of them as they were.
     # Leaves go by position, whatever their names, so that checkpoint sees all tensors.
-    leaves, spec = tree_flatten(_snapshot((args, kwargs), {}))
+    shared = {id(generator): generator for generator in generators}
+    leaves, spec = tree_flatten(_snapshot((args, kwargs), {**shared}))
+    first = [next(n for n, other in enumerate(leaves) if other is leaf) for leaf in leaves]
     original: list[Any] = [(args, kwargs)]
 
     def run(*leaves: Any) -> Any:
         if original:
             own_args, own_kwargs = original.pop()
         else:
-            own_args, own_kwargs = tree_unflatten(_snapshot(list(leaves), {}), spec)
+            again = _snapshot([leaves[n] for n in first], {**shared})
+            own_args, own_kwargs = tree_unflatten(again, spec)
         return function(*own_args, **own_kwargs)
 
     def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -27,8 +27,10 @@ class Noisy(nn.Module):
 
     def forward(self, x, *generators):
         y = torch.tanh(self.up(x))
-        for generator in (*self.generators, *generators):
+        for generator in self.generators:
             y = y * (torch.rand(y.shape, generator=generator, device=y.device) < 0.75)
+        for generator in generators:
+            y = y * torch.full_like(y, 0.75).bernoulli(generator=generator)
         return x + torch.tanh(F.dropout(y, self.rate, self.training))
 
 

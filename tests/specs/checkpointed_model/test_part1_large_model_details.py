@@ -61,15 +61,16 @@ class TestPart1LargeModelDetails:
             "the input": (1, lambda model, x, mask: x.detach().zero_()),
             "the mask": (1, lambda model, x, mask: mask.logical_not_()),
             "the mask, in segments": (2, lambda model, x, mask: mask.logical_not_()),
-            "a parameter": (1, lambda model, *_: model.layers[1].up.weight.detach().mul_(2)),
-            "a bias, in segments": (2, lambda model, *_: model.layers[1].up.bias.detach().mul_(2)),
+            "a frozen weight": (1, lambda model, *_: model.layers[1].up.weight.detach().mul_(2)),
+            "a bias, in segments": (2, lambda model, *_: model.layers[0].up.bias.detach().mul_(2)),
             "the mode": (1, lambda model, *_: model.eval()),
             "a block's mode, in segments": (2, lambda model, *_: model.layers[1].eval()),
             "segment_size": (2, lambda model, *_: setattr(model, "segment_size", 3)),
             "use_checkpoint": (2, lambda model, *_: setattr(model, "use_checkpoint", False)),
         }
         for what, (size, spoil) in changes.items():
-            yield what, *(large(size=size, masks=1, spoil=s) for s in (spoil, None))
+            options = {"size": size, "masks": 1, "frozen": partial(_in_blocks, "1")}
+            yield what, *(large(**options, spoil=s) for s in (spoil, None))
 
     @pytest.mark.survives("LargeModel", 6)
     @as_without("something made in __init__, or in a step, still holds the original's blocks")

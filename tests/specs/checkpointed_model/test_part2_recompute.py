@@ -63,6 +63,9 @@ class TestPart2Recompute:
         yield "a named tuple with a list", chain(lambda: [Noisy()], call=pair)
         kind = lambda run, block, x: run(lambda batch: block(batch.pixels), Batch(pixels=x))  # noqa: E731
         yield "a dict of another class", chain(lambda: [Noisy()], call=kind)
+        attend = lambda run, block, x: run(lambda x: run(block, *[torch.tanh(x)] * 3), x)  # noqa: E731
+        make = lambda: [nn.MultiheadAttention(WIDTH, 2)]  # noqa: E731
+        yield "query, key and value in one, in one call more", chain(make, call=attend)
 
     @pytest.mark.works("recompute", "streams")
     @recomputed("the second run draws on where the first one ended, or moves a stream for good")
@@ -80,13 +83,13 @@ class TestPart2Recompute:
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
         inner = lambda run, block, x: run(lambda x: block(x), x, state=[*block.inner])  # noqa: E731
-        make = lambda: [Nest(Counting(), Counting())]  # noqa: E731
-        yield "two modules, and a function that is none", chain(make, call=inner)
+        yield "two with one counter, and a function", chain(lambda: [_one_counter()], call=inner)
         yield "three in a row", chain(lambda: [Counting() for _ in range(3)])
         norm = partial(normed, NORMS["BatchNorm1d"][1])
         yield "batch norm", chain(norm, shape=(4, WIDTH, 3))
-        once = lambda run, block, x: run(block, x, state=(b for b in [block]))  # noqa: E731
-        yield "state that can be read once", chain(counting, call=once)
+        once = lambda run, block, x: run(block, x, state=iter([block, block.inner[0].first]))  # noqa: E731
+        make = lambda: [Nest(Noisy(7), Counting())]  # noqa: E731
+        yield "state that can be read once", chain(make, call=once)
         yield "replaced before the backward pass", chain(counting, spoil=_others)
         norm = partial(normed, NORMS["in eval mode"][1])
         yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
@@ -129,6 +132,12 @@ def _one_generator():
     blocks = [Noisy(7), Noisy()]
     blocks[1].first = blocks[0].first
     return blocks
+
+
+def _one_counter():
+    one, other = Counting(), Counting()
+    other.calls = one.calls
+    return Nest(one, other)
 
 
 def _others(model, *_):

@@ -76,15 +76,17 @@ class TestPart3Segments:
         yield "no_grad", large(5, size=3, outer=torch.no_grad), 1
 
     @pytest.mark.saves("LargeModel", "segments")
-    @pytest.mark.parametrize(("layers", "size"), [(12, 4), (13, 7)])
-    def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size):
+    @pytest.mark.parametrize(
+        ("layers", "size", "case"), [(12, 4, "x without gradient"), (13, 7, "plain")]
+    )
+    def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size, case):
         """(segments + s + 1) inputs + 1 inside; segments = ceil(num_layers / s).
 
         13 by 7 leaves a last segment of 6 blocks, which counts as one.
         """
-        read = partial(of_model, peak)
+        read = partial(of_model, peak, case=case)
         check_bar(
-            f"peak above the baseline, {layers} blocks by {size}",
+            f"peak above the baseline, {layers} blocks by {size}, {case}",
             read(answer, layers, size, device),
             (cost(layers, size) + 1) * one_input(large_inputs(device)) + inside(answer, device),
             plain=read(reference, layers, 0, device),

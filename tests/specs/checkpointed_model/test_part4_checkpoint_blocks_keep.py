@@ -120,8 +120,9 @@ class TestPart4CheckpointBlocksKeep:
         yield "counters", chain(lambda: [Counting()]), [1], 2, DEAR
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
         yield "batch norm", norm, [1], 2, DEAR
-        drawing = chain(lambda: [Noisy()], call=lambda run, block, x: block(x, None))
-        yield "what draws random numbers", drawing, [1], 2, [ATEN.rand.default, ATEN.rand.generator]
+        twice = lambda run, block, x: block(x, None, block.first)  # noqa: E731
+        for op in (ATEN.rand.generator, ATEN.bernoulli.default):  # the other draws on
+            yield f"{op} draws", chain(lambda: [Noisy(7)], call=twice), [1], 2, [op]
         yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
 
     @pytest.mark.survives("checkpoint_blocks", 6)
