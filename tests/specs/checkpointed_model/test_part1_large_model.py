@@ -47,22 +47,22 @@ class TestPart1LargeModel:
         block, ran = answer.MemoryIntensiveBlock(WIDTH, dropout=0.25).to(device), []
         for name, child in block.train(how != "eval").named_children():
             child.register_forward_hook(lambda *_, name=name: ran.append(name))
+        shapes = [tuple(block.up.weight.shape), tuple(block.down.weight.shape)]
+        want = [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+        cause = "it is not four times as wide inside"
+        check_equal(shapes, want, "shapes of up and down", cause=cause)
         x = draw.randn(*SHAPE, device=device).transpose(0, 1)
         draw.seed(3)
         with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
             got = block(x)
-            cause = "a layer has another name, or is a function where the contract has a child"
-            check_equal(ran, ["up", "relu", "dropout", "down"], "children that run", cause=cause)
-            shapes = [tuple(block.up.weight.shape), tuple(block.down.weight.shape)]
-            want = [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
-            cause = "it is not four times as wide inside"
-            check_equal(shapes, want, "shapes of up and down", cause=cause)
             draw.seed(3)
             want = by_hand(block, x)
             suspects = {"the input is not added": want - x}
             suspects["dropout is left out"] = by_hand(block.eval(), x)
         cause = "something is left out, or another is put in"
         check_close(got, want, "output", cause=cause, suspects=suspects)
+        cause = "a layer has another name, or is a function where the contract has a child"
+        check_equal(ran, ["up", "relu", "dropout", "down"], "children that run", cause=cause)
 
     @pytest.mark.works("MemoryIntensiveBlock", "mask")
     def test_a_mask_lets_the_input_through(self, answer, device):
