@@ -29,11 +29,11 @@ class Outer(nn.Module):
 
 
 class Deep(Block):
-    """A block of a subclass, around a block that is around one."""
+    """A block of a subclass, around one in a Sequential that is around another."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.outer = Outer(width)
+        self.outer = nn.Sequential(Outer(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.outer(x))

@@ -138,7 +138,7 @@ def _plan(model: nn.Module, mesh: DeviceMesh, block_types: BlockTypes, dtype: to
             unit[path] = module
             # The longest path to an inner block is longer than that to any block it is in.
             depth[module] = max(depth.get(module, 0), path.count("."))
-            if isinstance(above, classes):
+            if above is not model:
                 inner.add(module)
         for name, parameter in module.named_parameters(path, False, False):
             if parameter.ndim == 0:

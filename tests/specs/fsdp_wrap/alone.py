@@ -34,10 +34,10 @@ class Alone(Play):
         self.whole: dict[str, Tensor | None] = {}
 
     def _watch(self, name: str, block: nn.Module) -> None:
-        """With a checkpoint a block runs once more, if there is a backward through it."""
+        """With a checkpoint a block runs once more, if there is a backward through it; no model."""
 
         def ran(module: nn.Module, args: Any, output: Any) -> None:
-            again = any(x.requires_grad for x in tree_leaves(output))
+            again = block is not self.model and any(x.requires_grad for x in tree_leaves(output))
             self._ran(name, 1 + (again and self.case.wrap.get("checkpoint", False)))
 
         block.register_forward_hook(ran)

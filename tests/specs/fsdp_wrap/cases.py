@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.ranks.shapes import SHAPES, Shape, made, reader
+from kit.ranks.shapes import SHAPES, Shape, made, reader, root_of_the_class
 from specs.fsdp_wrap.shapes import any_names, detached, inside_and_before
 
 # For each rank the samples of its micro-batches.
@@ -168,7 +168,10 @@ GROUPS: dict[str, dict[str, Case]] = {
         name: Case(SHAPES[name], CHECKPOINT, script=STEP)
         for name in ("keywords and tuples", "frozen beginning", "nested", "a block twice")
     }
-    | {"keywords of any name": Case(any_names, CHECKPOINT, script=STEP)},
+    | {
+        "keywords of any name": Case(any_names, CHECKPOINT, script=STEP),
+        "a root of the class": Case(root_of_the_class, CHECKPOINT, script=STEP),
+    },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {
         "in the first micro-batch": Case(script=("step", "fails", "plain", "step")),

@@ -30,10 +30,11 @@ LAWS = ("loss", "gradients", "grad_norm")
 CAUSES = {
     "names": "a wrapper stands between a module and its parameters",
     "dtype of the output": "what the model returns is left in bfloat16, so a loss has 8 bits",
-    "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, or one in loss_fn's "
-    "dtype is returned",
+    "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, one of "
+    "inference_mode, or one in loss_fn's dtype is returned",
     "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",
-    "forwards": "checkpoint=True is not followed with these options, or blocks run once too often",
+    "forwards": "checkpoint=True is not followed with these options, or blocks run once too often, "
+    "or the model does",
     "gathered after": "what the step has gathered for a backward that never comes stays whole",
     "parameters with": "micro-batches before the error, or passes before the step, have left "
     "gradients, to which the next pass by hand adds",

@@ -81,15 +81,21 @@ class Play:
         self.trace: Trace = {}
         self.results: dict[str, Any] = {}
         for name, block in self.model.named_modules():
-            if name and isinstance(block, self.types):
-                self._watch(name, block)
+            if not name or isinstance(block, self.types):
+                self._watch(name or "the model", block)
         if case.infinite:
             self.model.head.register_forward_hook(lambda m, _, out: _Backward.apply(out, m.bias))
 
     def _watch(self, name: str, block: nn.Module) -> None:
-        """By the first module in it, which is in no block inside."""
-        leaf = next(m for m in block.modules() if not [*m.children()])
-        leaf.register_forward_pre_hook(lambda _, args: self._ran(name, dtype=args[0].dtype))
+        """By the first module in it that has none inside, and is in no block inside."""
+        inside = [m for m in block.modules() if m is not block and isinstance(m, self.types)]
+        taken = {m for b in inside for m in b.modules()}
+        leaf = next(m for m in block.modules() if not [*m.children()] and m not in taken)
+
+        def runs(_: nn.Module, args: Any) -> None:
+            self._ran(name, dtype=torch.result_type(args[0], 0.5))  # of tokens the floating one
+
+        leaf.register_forward_pre_hook(runs)
 
     def _ran(self, name: str, times: int = 1, dtype: Any = None) -> None:
         self.dtypes.add(dtype or self.case.wrap.get("dtype", torch.float32))
@@ -216,8 +222,8 @@ class _Answer(Play):
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
-    graph = " with a graph" if value.requires_grad else ""
-    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}{graph}"
+    more = " with a graph" * value.requires_grad + " of inference_mode" * value.is_inference()
+    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}{more}"
 
 
 def seen(answer: Any, rank: int, name: str) -> Trace:

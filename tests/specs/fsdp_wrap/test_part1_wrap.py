@@ -42,10 +42,13 @@ ROWS = "1 / N of the rows of each parameter, rounded up"
 
 class TestPart1Wrap:
     @pytest.mark.works("wrap", "state")
-    def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(self, answer, device):
-        """On 8 ranks, in blocks, in the root, trained or not; and a step can be made."""
+    @pytest.mark.parametrize("ranks", [8, 1])
+    def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(
+        self, answer, device, ranks
+    ):
+        """In blocks, in the root, trained or not, also on one rank; and a step can be made."""
         model, kinds = SHAPES["frozen"]()
-        with simulated_world(8, device) as mesh:
+        with simulated_world(ranks, device) as mesh:
             optimizer = answer.wrap(model.to(device), mesh, kinds, adamw)
             check(
                 isinstance(optimizer, Optimizer),
