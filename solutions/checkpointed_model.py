@@ -368,8 +368,8 @@ def checkpoint_blocks(
         7. That holds under autocast too, and bits are as without.
         8. With `keep` a call has one backward pass; calls of a block share nothing, and one without
            a backward pass leaves nothing.
-        9. A held result changed in place: an error or right gradients; nobody changes parameters
-           between the passes.
+        9. A held result (no view) changed in place: an error or right gradients; nobody changes
+           parameters between the passes.
         10. Generators among a block's attributes and arguments count.
     """
     if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):

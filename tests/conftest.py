@@ -184,11 +184,12 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
         if patience.is_over:
             _stop_the_timer()  # once only: the failure takes a while to be shown
             pytest_timeout.timeout_sigalrm(item, settings)
+        signal.setitimer(signal.ITIMER_REAL, often)  # not before: a look may take longer than that
 
     item.cancel_timeout = _stop_the_timer  # type: ignore[attr-defined]
     signal.signal(signal.SIGALRM, look)
     often = min(1.0, settings.timeout / 4)
-    signal.setitimer(signal.ITIMER_REAL, often, often)
+    signal.setitimer(signal.ITIMER_REAL, often)
     return True
 
 
