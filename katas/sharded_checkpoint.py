@@ -48,7 +48,7 @@ def build(
 
     Args:
         make_model: called once, under the meta device.
-        mesh: one-dimensional, over all ranks.
+        mesh: one-dimensional, all ranks in order.
         block_types: classes of the blocks; subclasses count.
         init: sets all parameters and buffers of one module in place, not those of its children.
         make_optimizer: called once, with all parameters.
@@ -57,8 +57,8 @@ def build(
         1. `init` draws from the default generator, which has the same state on every rank; what
            it draws in one process is all that moves the generator. It knows a module by
            isinstance(), for fully_shard changes its type().
-        2. A parameter tied within a unit stays tied; each of its modules sets it anew, and the
-           last one counts.
+        2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
+           it anew, and the last one counts.
         3. Train mode and requires_grad stay as make_model has left them.
     """
     raise NotImplementedError
@@ -160,4 +160,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 257f6967b8c8
+# untouched stub fef33b4d9ac2

@@ -64,7 +64,7 @@ def build(
 
     Args:
         make_model: called once, under the meta device.
-        mesh: one-dimensional, over all ranks.
+        mesh: one-dimensional, all ranks in order.
         block_types: classes of the blocks; subclasses count.
         init: sets all parameters and buffers of one module in place, not those of its children.
         make_optimizer: called once, with all parameters.
@@ -73,8 +73,8 @@ def build(
         1. `init` draws from the default generator, which has the same state on every rank; what
            it draws in one process is all that moves the generator. It knows a module by
            isinstance(), for fully_shard changes its type().
-        2. A parameter tied within a unit stays tied; each of its modules sets it anew, and the
-           last one counts.
+        2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
+           it anew, and the last one counts.
         3. Train mode and requires_grad stay as make_model has left them.
     """
 
@@ -91,7 +91,13 @@ def build(
     for module in reversed(list(model.modules())):
         if isinstance(module, block_types) or module is model:
             fully_shard(module, mesh=mesh)
+    metas = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=mesh.device_type)
+    # A buffer that two modules share has got memory for each: both take the first.
+    first: dict[torch.Tensor, torch.Tensor] = {}
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, first.setdefault(metas[path], buffer))
     _together(initialise)
     # Last: the parameters that make_model has made are not the ones that train.
     return model, _together(lambda: make_optimizer(model.parameters()))
@@ -156,7 +162,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
             )
 
     _together(check)
-    weights, state = get_state_dict(model, optimizer)
+    weights, state = _together(lambda: get_state_dict(model, optimizer))
     # A folder of its own, in which .metadata is written last: without it, it does not count.
     dcp.save(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
@@ -207,11 +213,21 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     # there is some, such as that of a parameter that was frozen when the checkpoint was saved.
     model.zero_grad()
     optimizer.state.clear()
+    # torch makes none for what is frozen, which may have trained before.
+    names = {key.rpartition(".")[0] for key in saved}
+    fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    frozen = [p for name, p in fixed if f"optimizer.state.{name}" in names]
+    for p in frozen:
+        p.requires_grad_(True)
     weights, state = get_state_dict(model, optimizer)
+    for p in frozen:
+        p.requires_grad_(False)
+    kept: dict[torch.Tensor, Any] = {p: optimizer.state[p] for p in frozen}
     dcp.load(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=newest
     )
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    optimizer.state.update(kept)  # it was read to, and torch has left it out here too
     return int(newest.name)
 
 
@@ -265,6 +281,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         path: of the file.
         model: sharded.
     """
+    _together(model.state_dict)  # extra state, and hooks, may fail on one rank alone
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     # It gathers one parameter after another, so every rank takes part; only rank 0 gets the result.
     weights = get_model_state_dict(model, options=options)

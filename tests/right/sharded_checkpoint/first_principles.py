@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
@@ -213,12 +214,14 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
             shutil.rmtree(unfinished, ignore_errors=True)
 
     what = f"saving step {step} in {folder}"
-    part, common = _pack(model, optimizer, mesh)
+    part, common = _together(mesh, what, lambda: _pack(model, optimizer, mesh))
     try:
         _together(mesh, what, prepare)
 
         def write() -> None:
-            _write(unfinished / _part_name(mesh.get_group().rank()), part)
+            for kind, key in part:
+                name = _part_name(mesh.get_group().rank(), kind, key)
+                _write(unfinished / name, part[kind, key])
             if first:
                 _write(unfinished / _COMMON, common)
 
@@ -230,14 +233,14 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 
 
 # A checkpoint is a folder `step-<number>`. There, every rank has written its rows of all weights
-# and of the optimizer's state, and rank 0 what all have in common. The folder has another name
-# until every rank has written: what has the right name is complete.
+# and of the optimizer's state, a file for each, and rank 0 what all have in common. The folder has
+# another name until every rank has written: what has the right name is complete.
 _UNFINISHED = "unfinished"
 _COMMON = "common.pt"
 
 
-def _part_name(rank: int) -> str:
-    return f"rank-{rank}.pt"
+def _part_name(rank: int, kind: str, key: Any) -> str:
+    return f"rank-{rank}-{kind}-{quote(str(key), safe='')}.pt"
 
 
 def _newest(folder: Path, mesh: DeviceMesh) -> int:
@@ -320,14 +323,14 @@ class _Common(NamedTuple):
 @torch.no_grad()
 def _pack(
     model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh
-) -> tuple[dict[str, dict[Any, Tensor]], dict[str, Any]]:
+) -> tuple[dict[tuple[str, Any], Tensor], dict[str, Any]]:
     """What this rank writes, and what rank 0 writes besides."""
     contents = _contents(model)
-    part: dict[str, dict[Any, Tensor]] = {"weights": {}, "state": {}}
+    part: dict[tuple[str, Any], Tensor] = {}
     others = {}
     for name, value in contents.items():
         if isinstance(value, DTensor):
-            part["weights"][name] = value.to_local().cpu()
+            part["weights", name] = value.to_local().cpu()
         else:
             others[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     packed = optimizer.state_dict()
@@ -348,7 +351,7 @@ def _pack(
                 common.plain[entry] = value
             elif value.placements == (Shard(0),):
                 common.rows[entry] = tuple(value.shape)
-                part["state"][entry] = value.to_local().cpu()
+                part["state", entry] = value.to_local().cpu()
             else:
                 common.replicas[entry] = value.full_tensor().cpu()
     return part, common._asdict()
@@ -360,7 +363,6 @@ class _Parts:
     def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
         self.count = count
-        self.open: dict[int, dict[str, dict[Any, Tensor]]] = {}
 
     def read(self, kind: str, key: Any, into: Tensor, total: int, start: int) -> None:
         stop = start + len(into)
@@ -368,15 +370,10 @@ class _Parts:
             first, last = _rows(total, self.count, index)
             low, high = max(first, start), min(last, stop)
             if low < high:
-                rows = self._part(index)[kind][key][low - first : high - first]
+                # Memory-mapped: of a file that is opened, only what is used is read.
+                path = self.folder / _part_name(index, kind, key)
+                rows = torch.load(path, map_location="cpu", mmap=True)[low - first : high - first]
                 into[low - start : high - start].copy_(rows)
-
-    def _part(self, index: int) -> dict[str, dict[Any, Tensor]]:
-        # Memory-mapped: of a file that is opened, only what is used is read.
-        if index not in self.open:
-            path = self.folder / _part_name(index)
-            self.open[index] = torch.load(path, map_location="cpu", mmap=True)
-        return self.open[index]
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
@@ -455,7 +452,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     mesh = _mesh(model)
     path = Path(path)
     first = mesh.get_group().rank() == 0
-    contents = _contents(model)
+    contents = _together(mesh, f"saving {path}", lambda: _contents(model))
     whole: dict[DTensor, Tensor | None] = {}  # what is tied is gathered once
     for name, value in contents.items():
         if isinstance(value, DTensor):

@@ -174,7 +174,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     _on_rank_0(prepare)
     shards = _shards(model)
     names = {param: name for name, param in shards.items()}
-    values: dict[str, Any] = {f"model.{name}": v for name, v in model.state_dict().items()}
+    weights = _everywhere(model.state_dict)
+    values: dict[str, Any] = {f"model.{name}": v for name, v in weights.items()}
     packed = optimizer.state_dict()
     for index, param in enumerate(_params(optimizer)):
         for key, value in packed["state"].get(index, {}).items():
@@ -245,12 +246,13 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     return steps[-1]
 
 
+@torch.no_grad()
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    names = {param: name for name, param in _shards(model).items()}
-    tied = dict(model.named_parameters(remove_duplicate=False))
-    state = model.state_dict()
+    _shards(model)
+    names: dict[Tensor, str] = {}
+    state = _everywhere(lambda: model.state_dict(keep_vars=True))
     for name, value in state.items():
-        first = names[tied[name]] if name in tied else name
+        first = names.setdefault(value, name) if isinstance(value, Tensor) else name
         if first != name:
             state[name] = state[first]  # one tensor in the file
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ SEED = 6
 
 
 class Nested(nn.Module):
-    """Blocks in blocks, one of a subclass; a parameter with two names; buffers of three kinds."""
+    """Blocks in blocks, one of a subclass; a parameter and a buffer have two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +35,7 @@ class Nested(nn.Module):
         self.head = nn.Linear(WIDTH, OUTPUTS)
         self.outer = nn.Sequential(Outer(WIDTH), Deep(WIDTH))
         self.embed = nn.Linear(FEATURES, WIDTH)
+        self.embed.register_buffer("scale", self.scale)
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.head(self.outer(self.embed(inputs))) + self.offset
@@ -65,14 +67,15 @@ class Tiny(nn.Module):
 
 
 class Rich(Model):
-    """A tied weight, one of one row, buffers of all kinds, and extra state."""
+    """A tied weight, one of one row, buffers of all kinds, one of them tied, and extra state."""
 
     def __init__(self) -> None:
         super().__init__(blocks=1, tied=True)
         self.gain = nn.Parameter(torch.ones(1))
         self.scale = torch.full((OUTPUTS,), 2.0)
         self.register_buffer("seen", torch.tensor([2**40 + 1]))
-        self.register_buffer("tiny", torch.tensor([1e-60], dtype=torch.float64))
+        self.blocks[0].register_buffer("seen", self.seen)
+        self.register_buffer("turned", torch.tensor([[1e-60, 2], [3, 4]], dtype=torch.float64).T)
         self.register_buffer("cache", torch.ones(2), persistent=False)
         self.version = "version 3"
         self.blocks[0].eval()  # no call may change a mode, whichever it is
@@ -137,7 +140,8 @@ def alone(
 
     To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
     """
-    model = MODELS[kind]().to(device())
+    with device():  # to() would cut the tie of a buffer
+        model = MODELS[kind]()
     draw.seed(SEED)
     for module in order(model):
         init(module)
@@ -159,7 +163,8 @@ def ties(model: nn.Module) -> list[list[str]]:
 
 def sharded(model: nn.Module) -> nn.Module:
     """As `build` shards it, with the values that it has."""
-    for module in reversed([*model.to(device()).modules()]):
+    model._apply(functools.cache(lambda t: t.to(device())))  # to() would cut the tie of a buffer
+    for module in reversed([*model.modules()]):
         if isinstance(module, BLOCK_TYPES) or module is model:
             fully_shard(module, mesh=mesh())
     return model

@@ -68,7 +68,7 @@ class TestPart4OneFile:
         """Above the baseline <= 3 x the largest parameter: itself, and twice to gather it."""
         parameters = [*make(ranks.WIDE, 2).parameters()]
         yours, theirs = (
-            world.run(module, ranks.peaks, tmp_path, "save_whole")[1]["save_whole"]
+            world.run(module, ranks.peak, tmp_path, "save_whole")[1]
             for module in (answer, reference)
         )
         check_bar(
@@ -116,13 +116,16 @@ class TestPart4OneFile:
             )
 
     @pytest.mark.survives("load_whole", "together")
-    @pytest.mark.parametrize("bad_rank", [0, 1])
-    def test_every_rank_raises_where_one_cannot_read(self, answer, world, tmp_path, bad_rank):
-        """The file is missing for one rank, as where a disk is not mounted on its machine."""
+    @pytest.mark.parametrize(
+        ("call", "bad_rank", "bad"),
+        [("load_whole", 0, "not_there"), ("load_whole", 1, "not_there"), ("save_whole", 1, "hook")],
+    )
+    def test_every_rank_raises_where_one_fails(self, answer, world, tmp_path, call, bad_rank, bad):
+        """The file is missing, as where a disk is not mounted, or a hook of the model raises."""
         path = tmp_path / "whole.pt"
         torch.save(Tiny().state_dict(), path)
-        paths = path, tmp_path / "not_there"
-        ranks.check_alike(world.run(answer, ranks.fails_on_one, "load_whole", *paths, bad_rank))
+        paths = path, tmp_path / bad
+        ranks.check_alike(world.run(answer, ranks.fails_on_one, call, *paths, bad_rank))
 
     @pytest.mark.survives("load_whole", "Raises")
     def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):
@@ -132,6 +135,8 @@ class TestPart4OneFile:
             "a_name_too_few": (name, {n: v for n, v in state.items() if n != name}),
             "a_buffer_too_few": ("scale", {n: v for n, v in state.items() if n != "scale"}),
             "a_name_too_many": (f"{name}.more", {**state, f"{name}.more": torch.ones(3)}),
+            "no_extra_state": ("_extra_state", {n: v for n, v in state.items() if n[0] != "_"}),
+            "more_extra_state": ("head._extra_state", {**state, "head._extra_state": "more"}),
             "a_buffer_of_another_shape": ("scale", {**state, "scale": torch.ones(1)}),
             "another_shape": (name, {**state, name: state[name][:-1].clone()}),
             "the_shape_turned": (name, {**state, name: state[name].T.clone()}),
