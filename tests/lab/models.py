@@ -80,7 +80,7 @@ def large_model(
     kata: ModuleType, device: torch.device, *, full: bool, checkpoint: bool
 ) -> tuple[nn.Module, Tensor]:
     """Q9's model and its input: 32 layers, 1024 wide, 16 x 1024; or one that fits a laptop."""
-    layers, width, batch, length = (32, 1024, 16, 1024) if full else (16, 128, 4, 256)
+    layers, width, batch, length = (32, 1024, 16, 1024) if full else (16, 128, 2, 256)
     with device:
         model = kata.LargeModel(layers, width, dropout=0.0, use_checkpoint=checkpoint)
         return model.train(), torch.zeros(batch, length, width)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -110,11 +111,13 @@ class Lab:
 
     Attributes:
         quick: whether all experiments together must take less than three minutes on two cores.
+        limit: seconds after which no further round of a timing begins.
         device: cuda where there is one, and the cpu with smaller shapes elsewhere.
     """
 
     def __init__(self, page: Page, folder: Path, device: torch.device, *, quick: bool) -> None:
         self.page, self.device, self.quick = page, device, quick
+        self.limit = 5.0 if quick else math.inf
         self._folder = folder
         self._kept = folder / "samples" / f"{page.name}.json"
         self._key = conditions(device, quick=quick)

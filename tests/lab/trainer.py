@@ -74,7 +74,7 @@ def _measured(lab: Lab, flags: dict[str, Any]) -> dict[str, Any]:
             peaks[name] = peak_of(train, lab.device, [model])
             del train, model
         steps = {name: way()[0] for name, way in ways.items()}
-        seconds = alternating(steps, lab.device, rounds=2 if lab.quick else 9)
+        seconds = alternating(steps, lab.device, rounds=2 if lab.quick else 9, limit=lab.limit)
     return {"peaks": peaks, "seconds": seconds}
 
 
@@ -84,8 +84,9 @@ def _model(lab: Lab) -> tuple[nn.Module, list[Tensor]]:
 
     torch.manual_seed(0)
     on_gpu = lab.device.type == "cuda"
-    length = 512 if on_gpu else 128
-    sizes: dict[str, Any] = {"n_layer": 4, "n_embd": 128, "n_head": 2, "vocab_size": 256}
+    length = 512 if on_gpu else 64 if lab.quick else 128
+    layers, width = (2, 64) if lab.quick else (4, 128)
+    sizes: dict[str, Any] = {"n_layer": layers, "n_embd": width, "n_head": 2, "vocab_size": 256}
     sizes |= {"n_positions": length, "bos_token_id": 0, "eos_token_id": 0}
     if on_gpu:
         sizes = {}

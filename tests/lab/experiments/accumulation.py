@@ -164,7 +164,7 @@ def _seconds(lab: Lab) -> dict[str, list[float]]:
     (batch,) = text(lab.device, 1, BATCH, LENGTH if on_gpu else 128)
     steps = {str(n): make(batch, n, n, model)[0] for n in WINDOWS}
     with one_thread(lab.device):
-        return alternating(steps, lab.device, rounds=4 if lab.quick else 15)
+        return alternating(steps, lab.device, rounds=4 if lab.quick else 15, limit=lab.limit)
 
 
 def _distances(lab: Lab) -> None:

@@ -234,7 +234,7 @@ def _seconds(lab: Lab, ways: dict[str, str]) -> dict[str, list[float]]:
     steps = {
         name: make(build, "full", way, (4, sizes[3]), lab.device)[0] for name, way in ways.items()
     }
-    return alternating(steps, lab.device, rounds=5 if lab.quick else 15)
+    return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
 
 
 def _seven_billion(how: str, checkpoint: str, layers: int) -> dict[str, int]:

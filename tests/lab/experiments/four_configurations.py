@@ -93,7 +93,7 @@ def _timeline(lab: Lab, way: str) -> list[dict[str, int]]:
 def _seconds(lab: Lab) -> dict[str, list[float]]:
     full = lab.device.type == "cuda"
     steps = {way: make(way, lab.device, full=full)[0] for way in WAYS}
-    return alternating(steps, lab.device, rounds=5 if lab.quick else 15)
+    return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
 
 
 def _peak(rows: list[dict[str, int]]) -> str:

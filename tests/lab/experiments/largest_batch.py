@@ -113,10 +113,10 @@ def _speed(lab: Lab, name: str, found: dict[str, Search]) -> dict[str, list[floa
     if on_gpu:  # one after another: the models together would need four times the memory
         seconds = dict[str, list[float]]()
         for way in sizes:
-            seconds |= alternating({way: step_of(way)}, lab.device, rounds)
+            seconds |= alternating({way: step_of(way)}, lab.device, rounds, lab.limit)
             gc.collect()
     else:
-        seconds = alternating({way: step_of(way) for way in sizes}, lab.device, rounds)
+        seconds = alternating({way: step_of(way) for way in sizes}, lab.device, rounds, lab.limit)
     return {way: [sizes[way] / second for second in found] for way, found in seconds.items()}
 
 

@@ -176,7 +176,7 @@ def _seconds(lab: Lab) -> dict[str, list[float]]:
     for way in WAYS:
         steps[way] = partial(learner(lab, way)[0], batch)
     with one_thread(lab.device):
-        return alternating(steps, lab.device, rounds=5 if lab.quick else 15)
+        return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
 
 
 def _losses(lab: Lab) -> tuple[dict[str, float], float]:

@@ -100,7 +100,7 @@ def _seconds(lab: Lab) -> dict[str, Any]:
         steps[f"{n} segments"] = WAYS["run_in_segments"](model, x, n)
     for way in list(WAYS)[1:]:
         steps[f"{way}, 6"] = WAYS[way](model, x, 6)
-    found = alternating(steps, lab.device, rounds=5 if lab.quick else 20)
+    found = alternating(steps, lab.device, rounds=5 if lab.quick else 20, limit=lab.limit)
     peaks = {name: peak_of(step, lab.device, [model, x]) for name, step in steps.items()}
     flops = {name: flops_of(step) for name, step in steps.items()}
     return {"seconds": found, "peaks": peaks, "flops": flops}
@@ -149,7 +149,7 @@ def _deep_seconds(lab: Lab) -> dict[str, dict[str, list[float]]]:
         model, x = _chain(lab, depth, wide=True)
         steps[f"plain {depth}"] = plain(model, x)
         steps[f"{ROOT} {depth}"] = WAYS["run_in_segments"](model, x, math.isqrt(depth))
-    found = alternating(steps, lab.device, rounds=5 if lab.quick else 15)
+    found = alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
     return {
         way: {
             name.rpartition(" ")[2]: times for name, times in found.items() if name.startswith(way)
