@@ -251,7 +251,7 @@ class LossScaler:
         good_steps: int,
     ) -> None:
         """Check all, then set all."""
-        if not 0 < scale < math.inf:
+        if not 0 < _as_float32(scale) < math.inf:
             raise ValueError(f"the scale must be positive and finite, not {scale}")
         if not growth_factor > 1:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
@@ -259,7 +259,7 @@ class LossScaler:
             raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}")
         if not growth_interval >= 1:
             raise ValueError(f"growth_interval must be at least 1, not {growth_interval}")
-        self._scale = scale
+        self._scale = _as_float32(scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
@@ -272,7 +272,7 @@ class LossScaler:
     def scale(self, outputs: Tensor) -> Tensor:
         """The scaled loss."""
         # Widened first: a float16 loss times 65536 is infinite.
-        return outputs.float() * self._scale
+        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * self._scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale in place."""
@@ -304,12 +304,13 @@ class LossScaler:
         if not self._overflow:
             raise RuntimeError("update() has nothing to go by: unscale_() or step() comes first")
         if any(self._overflow.values()):
-            self._scale *= self._backoff_factor
+            self._scale = _as_float32(self._scale * self._backoff_factor)
             self._good_steps = 0
         else:
             self._good_steps += 1
             if self._good_steps == self._growth_interval:
-                self._scale *= self._growth_factor
+                grown = _as_float32(self._scale * self._growth_factor)
+                self._scale = grown if grown < math.inf else self._scale
                 self._good_steps = 0
         self._overflow.clear()
         self._stepped.clear()
@@ -333,6 +334,11 @@ class LossScaler:
             state_dict["growth_interval"],
             state_dict["_growth_tracker"],
         )
+
+
+def _as_float32(scale: float) -> float:
+    """As GradScaler keeps it: after some updates a float64 would be another number."""
+    return torch.as_tensor(scale, dtype=torch.float32, device="cpu").item()
 
 
 # Part 3
@@ -424,20 +430,28 @@ def load_checkpoint(
             raise ValueError(f"the checkpoint has {name} {state[name]}, and {given} was given")
     every = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
     parts: dict[str, Any] = {name: part for name, part in every.items() if part is not None}
+    _load(parts, state)
+    torch.set_rng_state(state["random"])  # dropout goes on from the same draw
+    torch.cuda.set_rng_state_all(state["cuda_random"][: torch.cuda.device_count()])
+
+
+def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
+    """Load each part; where one refuses, all are as before."""
     before = {name: part.state_dict() for name, part in parts.items()}
     # A model writes into its weights, so they are copied: as many bytes as gradients take later.
     # The others put new objects in the place of the old ones.
-    before["model"] = copy.deepcopy(before["model"])
+    if "model" in before:
+        before["model"] = copy.deepcopy(before["model"])
     try:
         for name, part in parts.items():
-            part.load_state_dict(state[name])
-    except BaseException:
+            part.load_state_dict(states[name])
+    except BaseException as error:
         # A model loads what fits before it refuses the rest, and the optimizer may refuse after it.
         for name, part in parts.items():
             part.load_state_dict(before[name])
+        if isinstance(error, KeyError):  # an Adam, or a LambdaLR, misses something of its own
+            raise ValueError(f"the state of {name} has no {error}") from error
         raise
-    torch.set_rng_state(state["random"])  # dropout goes on from the same draw
-    torch.cuda.set_rng_state_all(state["cuda_random"][: torch.cuda.device_count()])
 
 
 # Part 4
@@ -523,7 +537,8 @@ class MasterWeights:
             raise ValueError(f"{len(saved)} masters of {shapes[0]} for those of {shapes[1]}")
         # First, as it may refuse too. An optimizer takes the tensors of a state as they are, and
         # would go on in the saved ones.
-        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))
+        state = copy.deepcopy(state_dict["optimizer"])
+        _load({"optimizer": self.optimizer}, {"optimizer": state})
         for weight, master, value in zip(self._weights, self.masters, saved, strict=True):
             master.copy_(value)
             weight.copy_(master)

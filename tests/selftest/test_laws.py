@@ -23,7 +23,7 @@ from kit.laws.bars import bar
 from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, check_equal
 from kit.laws.differences import differences
 from kit.laws.endings import check_ending
-from kit.laws.failures import FAILURES, failing
+from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.law import Law
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
@@ -282,6 +282,18 @@ def test_a_script_tells_what_each_call_gives_and_what_is_seen_then():
         "what comes after add(2); add(-1.5); add(one); add(13)": "RuntimeError",
         "total after add(2); add(-1.5); add(one); add(13)": 3,
     }
+
+
+def test_a_rename_from_a_folder_elsewhere_fails(tmp_path):
+    source, target = tmp_path / "one" / "part", tmp_path / "other" / "run.pt"
+    for path in (source, target):
+        path.parent.mkdir()
+        path.touch()
+    with folders_apart():
+        os.replace(target, target.with_name("renamed"))
+        for rename in (os.replace, os.rename, type(source).rename):
+            with pytest.raises(OSError, match="from one disk to another"):
+                rename(source, target)
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +32,21 @@ class Unsavable(torch.Tensor):
 
 def _no_rename(*paths: object) -> None:
     raise OSError("no rename")
+
+
+@contextmanager
+def folders_apart() -> Iterator[None]:
+    """Inside, each folder is on a disk of its own with what lies in it: no rename between two."""
+
+    def apart(rename: Any, source: Any, target: Any, **options: Any) -> None:
+        if Path(target).resolve().parent not in Path(source).resolve().parents:
+            raise OSError(errno.EXDEV, "a rename from one disk to another", source, None, target)
+        rename(source, target, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("replace", "rename"):
+            patch.setattr(os, name, partial(apart, getattr(os, name)))
+        yield
 
 
 @contextmanager

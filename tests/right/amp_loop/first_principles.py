@@ -391,9 +391,11 @@ def load_checkpoint(
             if part is not None:
                 loaded.append((part, copy.deepcopy(part.state_dict())))
                 part.load_state_dict(state[name])
-    except BaseException:
+    except BaseException as error:
         for part, before in reversed(loaded):
             part.load_state_dict(before)
+        if isinstance(error, LookupError):
+            raise ValueError(f"a state without {error}") from error
         raise
     with torch.no_grad():
         _restore_hidden_state(model, state["hidden"])
@@ -468,7 +470,12 @@ class MasterWeights:
                     f"master {index} is {tuple(old.shape)}, but {tuple(now.shape)} in the model"
                 )
         # A copy: an optimizer goes on with the very tensors that it loads.
-        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))
+        before = self.optimizer.state_dict()
+        try:
+            self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))
+        except LookupError as error:
+            self.optimizer.load_state_dict(before)
+            raise ValueError(f"a state of another optimizer, without {error}") from error
         with torch.no_grad():
             for old, now in zip(saved, self.masters, strict=True):
                 now.copy_(old)

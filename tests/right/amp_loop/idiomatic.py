@@ -358,7 +358,14 @@ def load_checkpoint(
     )
     if saved != mine:
         raise RuntimeError(f"another model's weights were saved: {saved.items() ^ mine.items()}")
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    before = optimizer.state_dict()
+    _load_or_leave(optimizer, checkpoint["optimizer"])
+    if scheduler is not None:
+        try:
+            _load_or_leave(scheduler, checkpoint["scheduler"])
+        except BaseException:
+            optimizer.load_state_dict(before)
+            raise
     model.load_state_dict(checkpoint["model"])
     buffers = dict(model.named_buffers())
     with torch.no_grad():
@@ -368,12 +375,20 @@ def load_checkpoint(
         module.training = checkpoint["training"][name]
     if scaler is not None:
         scaler.load_state_dict(checkpoint["scaler"])
-    if scheduler is not None:
-        scheduler.load_state_dict(checkpoint["scheduler"])
     random.setstate(checkpoint["python_rng"])
     torch.set_rng_state(checkpoint["cpu_rng"])
     if checkpoint["cuda_rng"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
+
+
+def _load_or_leave(part: Optimizer | LRScheduler, state: dict[str, Any]) -> None:
+    """Load a state; whatever it lacks is a ValueError, and the part stays as it was."""
+    before = part.state_dict()
+    try:
+        part.load_state_dict(state)
+    except KeyError as error:
+        part.load_state_dict(before)
+        raise ValueError(f"{type(part).__name__} finds no {error} in its state") from error
 
 
 # Part 4
@@ -435,7 +450,7 @@ class MasterWeights:
                     f"master {i} was {tuple(saved.shape)}, the model has {tuple(master.shape)}"
                 )
         # Copied: the optimizer would go on in the very tensors of `state_dict`.
-        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))
+        _load_or_leave(self.optimizer, copy.deepcopy(state_dict["optimizer"]))
         with torch.no_grad():
             for p, saved, master in zip(self._params, masters, self.masters, strict=True):
                 master.copy_(saved)

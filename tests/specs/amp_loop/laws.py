@@ -2,6 +2,7 @@
 
 import math
 from collections import namedtuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -79,7 +80,7 @@ def train(w):
     if w.refused_at == 0:
         raise ValueError("the contract refuses these options")
     results = []
-    for batch in taken_from(w):
+    for batch in Stream(w):
         w.batch = batch
         results.append(train_step(w))
         if w.scheduler and not results[-1].skipped:
@@ -87,12 +88,18 @@ def train(w):
     return results
 
 
-def taken_from(w):
-    """The batches, one at a time, noting when one is asked for."""
-    for batch in w.batches:
-        w.losses.append("a batch")
-        w.visits("batch")
-        yield batch
+@dataclass
+class Stream:
+    """The batches, noting when one is asked for; nobody knows how many: len() and truth raise."""
+
+    w: World
+    __len__ = None
+
+    def __iter__(self):
+        for batch in self.w.batches:
+            self.w.losses.append("a batch")
+            self.w.visits("batch")
+            yield batch
 
 
 def call_train_step(answer, w):
@@ -101,7 +108,7 @@ def call_train_step(answer, w):
 
 
 def call_train(answer, w):
-    parts = w.model, taken_from(w), w.loss_fn, w.optimizer, w.grad_scaler, w.scheduler
+    parts = w.model, Stream(w), w.loss_fn, w.optimizer, w.grad_scaler, w.scheduler
     return answer.train(*parts, dtype=w.dtype, **w.options)
 
 

@@ -32,10 +32,10 @@ SIZES = (7, 4, 5, 0)  # of an optimizer's parameters, in two groups
 class Side:
     """A scaler, the optimizers a and b that it is called with, and what scripts call."""
 
-    def __init__(self, make, device, options):
-        self.make, self.device = make, device
+    def __init__(self, make, device, sizes=SIZES, **options):
+        self.make, self.device, self.sizes = make, device, sizes
         self.start(make(**options))
-        self.a, self.b = (self.optimizer_of(SIZES) for _ in "ab")
+        self.a, self.b = (self.optimizer_of(sizes) for _ in "ab")
 
     def start(self, scaler):
         self.scaler = scaler
@@ -56,17 +56,20 @@ class Side:
 
     def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None, sparse=None):
         """True gradients of `value`, scaled; `bad` at one of 16 places, none for one parameter."""
-        flat = torch.full((sum(SIZES),), value * self.get_scale(), device=self.device)
+        flat = torch.full((sum(self.sizes),), value * self.get_scale(), device=self.device)
         if bad is not None:
             flat[at] = bad
-        for number, (p, part) in enumerate(zip(held(optimizer), flat.split(SIZES), strict=True)):
-            p.grad = None if number == missing else part.clone()
-            p.grad = p.grad.to_sparse() if number == sparse else p.grad
+        for n, (p, part) in enumerate(zip(held(optimizer), flat.split(self.sizes), strict=True)):
+            p.grad = None if n == missing else part.clone()
+            if n == sparse:  # with each element in two halves, as of a row used twice
+                places, halves = torch.arange(len(p)).repeat(1, 2), part.repeat(2) / 2
+                p.grad = torch.sparse_coo_tensor(places, halves, check_invariants=True)
 
     def scaled(self, dtype):
-        """A loss of 1, scaled, and whether it has a graph."""
-        loss = torch.ones((), dtype=getattr(torch, dtype), device=self.device, requires_grad=True)
-        return self.scale(loss).item(), self.scale(loss).requires_grad
+        """A loss of 1.1, scaled, and whether it has a graph."""
+        loss = torch.full((), 1.1, dtype=getattr(torch, dtype), requires_grad=True)
+        scaled = self.scale(loss)
+        return scaled.item(), scaled.dtype, scaled.requires_grad
 
     def reload(self, kind="own"):
         """Go on with a new scaler; what the old one does after the save must not leak into it."""
@@ -93,17 +96,16 @@ def held(optimizer):
 
 
 def beside(answer, device, name, script, options=GROWING):
-    make = partial(GradScaler, device.type)
-    sides = Side(answer.LossScaler, device, options), Side(make, device, options)
-    return tuple(play(side, script) for side in sides)
+    makes = answer.LossScaler, partial(GradScaler, device.type)
+    return tuple(play(Side(make, device, **options), script) for make in makes)
 
 
 agrees = scenarios("LossScaler")(beside)
 
 
-def rounds(*bads, calls="step(a)"):
+def rounds(*bads, calls="step(a)", value=0.75):
     """Backward passes, each with a step and an update."""
-    return "; ".join(f"backward(a, {bad}); {calls}; update()" for bad in bads)
+    return "; ".join(f"backward(a, {bad}, {value}); {calls}; update()" for bad in bads)
 
 
 def calls(optimizer):
@@ -135,9 +137,9 @@ class TestPart2LossScaler:
         yield "frozen meanwhile", "backward(a); freeze(a); unscale_(a); step(a); update()"
 
     @pytest.mark.exact("LossScaler", "scale")
-    @agrees("a Python number does not widen a 16-bit tensor, or the loss is detached")
+    @agrees("a Python number does not widen a 16-bit loss, or a float64 one is narrowed")
     def test_scales_in_float32(self):
-        """1.0 times 70001 is infinite in float16, and 70144 in bfloat16."""
+        """1.1 times 70001 is infinite in float16; float32 has seven of float64's digits."""
         for dtype in ("float32", "bfloat16", "float16", "float64"):
             yield dtype, f"scaled({dtype!r})", {"init_scale": 70001.0}
 
@@ -149,6 +151,8 @@ class TestPart2LossScaler:
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
         for bad in (None, inf, nan):
             yield f"{bad}, sparse", f"backward(a, {bad}, at=2, sparse=0); step(a); update()"
+        long = {"sizes": (7, 4, 300_007, 0)}
+        yield "inf at the last of many", "backward(a, inf, at=-1); step(a); update()", long
 
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
@@ -181,11 +185,12 @@ class TestPart2LossScaler:
             yield f"the optimizer fails: {done}{again}", script
 
     @pytest.mark.exact("LossScaler", "state")
-    @agrees("a number is missing in the state, is a tensor, or changes after the save")
+    @agrees("a number is missing, is a tensor, changes later, or is no float32 as GradScaler's is")
     def test_its_state_goes_on_where_it_was(self):
         """Saved in the middle of good steps, loaded into one with other options, or torch's."""
-        options = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
-        before, after = rounds(None, inf, None, None), rounds(None, None, inf, None, None)
+        options = {"growth_factor": 1.1, "backoff_factor": 0.3, "growth_interval": 3}
+        before = rounds(None, inf, None, None, value=0)
+        after = rounds(None, None, inf, None, None, value=0)
         for loads in ("reload()", "reload('torch')", "reload('torch'); reload()"):
             yield loads, f"{before}; {loads}; {after}", options
         yield "the defaults", "update()", {}

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
 from kit.laws.checks import check, check_close, check_equal, check_raises
-from kit.laws.failures import FAILURES, failing
+from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.precisions import scaler_for
+from kit.laws.scalers import SCALERS
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import PlantedInterrupt, PlantedStop, World, kept
 from kit.laws.twists import bad_batches, fails, gradient, option, put, refused
@@ -53,7 +55,7 @@ def run(precision, device):
     elif precision == "fp16_unscaled":
         world.scaler = {"enabled": False}
     world.ready(device)
-    world.scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, step_size=2, gamma=0.5)
+    world.scheduler = StepLR(world.optimizer, step_size=2, gamma=0.5)
     return world
 
 
@@ -85,13 +87,13 @@ def model_of(*added, layers=5):
     return twist
 
 
-def optimizer_of(*sizes):
+def optimizer_of(*sizes, make=torch.optim.Adam):
     """A group for each so many parameters."""
 
     def twist(w):
         left = iter(w.leaves.values())
         groups = [{"params": [next(left) for _ in range(size)]} for size in sizes]
-        w.optimizer = torch.optim.Adam(groups, lr=0.5)
+        w.optimizer = make(groups, lr=0.5)
 
     return twist
 
@@ -103,6 +105,8 @@ OTHERS = {
     "a wider last layer": model_of(nn.Linear(9, 3), layers=4),
     "two groups of parameters": optimizer_of(2, 4),
     "five parameters": optimizer_of(5),
+    "another optimizer": optimizer_of(6, make=torch.optim.NAdam),
+    "another schedule": lambda w: vars(w).update(scheduler=LambdaLR(w.optimizer, [lambda n: 1])),
     "a scaler switched on": lambda w: vars(w).update(grad_scaler=GradScaler(w.device.type)),
 }
 
@@ -121,8 +125,9 @@ class TestPart3Train:
     @pytest.mark.exact("train", "scheduler")
     @RUN.spec("fp32", "fp16")
     def test_the_schedule_follows_the_steps_that_were_taken(self):
-        for number in (1, 4):
-            yield f"an overflow at batch {number}", gradient(math.inf, number)
+        for number, scaler in ((1, "with a scale that stays"), (4, "not torch's")):
+            name = f"an overflow at batch {number}, a scaler {scaler}"
+            yield name, gradient(math.inf, number), SCALERS[scaler]
 
     @pytest.mark.exact("train_step", "dtype")
     def test_learns_real_text_as_well_as_float32(self, answer, device):
@@ -178,11 +183,8 @@ class TestPart3Train:
         def peak(module, steps=12):
             model = mlp(16, 512, 16, device=device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-            shape = (256, 16)
-            data = (
-                (torch.ones(shape, device=device), torch.ones(shape, device=device))
-                for _ in range(steps)
-            )
+            ones = partial(torch.ones, 256, 16, device=device)
+            data = ((ones(), ones()) for _ in range(steps))
             call = lambda: module.train(model, data, mse, optimizer, dtype=torch.float32)  # noqa: E731
             return measure(call, device, known=[model, optimizer]).above_baseline
 
@@ -219,7 +221,8 @@ class TestPart3Train:
     def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path):
         """The disk is full at any moment, pickling fails, Ctrl-C, the rename fails."""
         world, path = run("fp32", device), tmp_path / "run.pt"
-        answer.save_checkpoint(path, *parts(world))
+        with folders_apart():
+            answer.save_checkpoint(path, *parts(world))
         whole = path.read_bytes()
         go_on(world, 0, 2)
         cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"

@@ -264,15 +264,17 @@ class TestPart4MasterWeights:
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_state_of_other_masters_or_another_optimizer(self, answer):
         """A number or a row would be spread over a whole master by copy_."""
-        side, other = (Side(answer.MasterWeights, layer, SGD) for _ in range(2))
-        play(other, "backward(); step(); optimizer.param_groups[0].update(lr=0.5)")
-        before, saved = side.seen(), kept(other.state_dict())
-        groups = kept(Side(answer.MasterWeights, layer, GROUPS).state_dict())["optimizer"]
-        for shapes in ([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(3, 5), (4,)], [(5,), (3,)], None):
-            bad = {"masters": [torch.zeros(shape) for shape in shapes]} if shapes else {}
-            state = saved | (bad or {"optimizer": groups})
-            what = f"masters of {shapes}, not (3, 5) and (3,)" if shapes else "two groups, not one"
-            call = partial(side.load_state_dict, state)
+        makes = {"its kind": ADAM, "two groups, not one": GROUPS, "SGD, not Adam": SGD}
+        side, others = Side(answer.MasterWeights, layer, ADAM), {}
+        for what, make in makes.items():
+            play(each := Side(answer.MasterWeights, layer, make), "backward(); step()")
+            others[what] = {"optimizer": kept(each.state_dict())["optimizer"]}
+        before, saved = side.seen(), kept(each.state_dict()) | others.pop("its kind")
+        for shapes in ([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(3, 5), (4,)], [(5,), (3,)]):
+            bad = {"masters": [*map(torch.zeros, shapes)]}
+            others[f"masters of {shapes}, not (3, 5) and (3,)"] = bad
+        for what, bad in others.items():
+            call = partial(side.load_state_dict, saved | bad)
             check_raises(call, ValueError, when=f"for {what}")
             cause = "masters or optimizer are checked too late, or by zip(strict=True) on the way"
             check_equal(side.seen(), before, f"the trainer, refused a state of {what}", cause=cause)
