@@ -251,7 +251,7 @@ class LossScaler:
         good_steps: int,
     ) -> None:
         """Check all, then set all."""
-        if not 0 < _as_float32(scale) < math.inf:
+        if not 0 < scale < math.inf:
             raise ValueError(f"the scale must be positive and finite, not {scale}")
         if not growth_factor > 1:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
@@ -259,7 +259,7 @@ class LossScaler:
             raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}")
         if not growth_interval >= 1:
             raise ValueError(f"growth_interval must be at least 1, not {growth_interval}")
-        self._scale = _as_float32(scale)
+        self._scale = scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
@@ -304,13 +304,12 @@ class LossScaler:
         if not self._overflow:
             raise RuntimeError("update() has nothing to go by: unscale_() or step() comes first")
         if any(self._overflow.values()):
-            self._scale = _as_float32(self._scale * self._backoff_factor)
+            self._scale *= self._backoff_factor
             self._good_steps = 0
         else:
             self._good_steps += 1
             if self._good_steps == self._growth_interval:
-                grown = _as_float32(self._scale * self._growth_factor)
-                self._scale = grown if grown < math.inf else self._scale
+                self._scale *= self._growth_factor
                 self._good_steps = 0
         self._overflow.clear()
         self._stepped.clear()
@@ -334,11 +333,6 @@ class LossScaler:
             state_dict["growth_interval"],
             state_dict["_growth_tracker"],
         )
-
-
-def _as_float32(scale: float) -> float:
-    """As GradScaler keeps it: after some updates a float64 would be another number."""
-    return torch.as_tensor(scale, dtype=torch.float32, device="cpu").item()
 
 
 # Part 3
