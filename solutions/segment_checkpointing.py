@@ -350,17 +350,19 @@ def backward_with_snapshots(
     _check_schedule(len(layers), snapshots)
     kept = [_Snapshot(0, x, _RandomState([x]))]
     grad = None  # of the loss by the input of the layer that was done last
-    with _AutocastState().restored(), ExitStack() as after:
+    with _AutocastState().restored():
         for number in reversed(range(len(layers))):
-            value = _advance(layers, kept, number, snapshots)
-            trained = value.is_floating_point() or value.is_complex()
-            leaf = value.detach().requires_grad_(trained if number > 0 else x.requires_grad)
-            del value
-            out = layers[number](leaf)
+            with ExitStack() as stack:
+                if number < len(layers) - 1:  # runs again; the loss and backward go on elsewhere
+                    stack.enter_context(kept[-1].random.restored())
+                value = _advance(layers, kept, number, snapshots)
+                trained = value.is_floating_point() or value.is_complex()
+                leaf = value.detach().requires_grad_(trained if number > 0 else x.requires_grad)
+                del value
+                out = layers[number](leaf)
             if number == len(layers) - 1:
                 out = loss_fn(out)
                 loss = out.detach().clone()  # a view of the output would keep all of it
-                after.callback(_RandomState([x]).restore)
                 out.backward()
             elif grad is not None and out.requires_grad:  # no gradient gets past integers
                 out.backward(grad)
@@ -383,8 +385,7 @@ def _advance(
     layers: Sequence[nn.Module], kept: list[_Snapshot], number: int, snapshots: int
 ) -> Tensor:
     """The input of layer `number`, from the newest snapshot; keeps more on the way if it may."""
-    at, x, random = kept[-1]
-    random.restore()
+    at, x, _ = kept[-1]
     while at < number:
         stop = at + _next_snapshot(number + 1 - at, snapshots - len(kept) + 1)
         with torch.no_grad():

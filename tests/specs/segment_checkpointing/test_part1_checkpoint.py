@@ -160,7 +160,7 @@ class TestPart1Checkpoint:
         w.check_bytes(title, read, calls, x.nbytes + 8192, "one argument + 8 KiB", cause)
 
     @pytest.mark.saves("checkpoint", "kept")
-    @pytest.mark.parametrize("kind", ["trained", "data"])
+    @pytest.mark.parametrize("kind", ["trained", "data", "retained"])
     def test_the_peak_is_one_block_and_an_input_for_each_of_the_others(
         self, answer, reference, device, kind
     ):
@@ -168,10 +168,13 @@ class TestPart1Checkpoint:
         output that is there again, two for random states) + the plain peak of one block."""
         blocks = nn.ModuleList(mlp(32, 256, 32, device=device) for _ in range(6))
         x = draw.randn(128, 32, device=device)
-        known = w.zero_grads(blocks, x.requires_grad_(kind == "trained"))
+        known = w.zero_grads(blocks, x.requires_grad_(kind != "data"))
 
         def peak(call, layers=blocks):
-            step = lambda: w.loss_of(reduce(lambda y, b: call(b, y), layers, x)).backward()  # noqa: E731
+            def step():
+                loss = w.loss_of(reduce(lambda y, b: call(b, y), layers, x))
+                loss.backward(retain_graph=kind == "retained")
+
             return w.peak_of(step, device, *known)
 
         calls = answer.checkpoint, reference.checkpoint, w.plain_call
@@ -181,21 +184,25 @@ class TestPart1Checkpoint:
         w.check_bytes(title, peak, calls, limit, formula, cause)
 
     @pytest.mark.saves("checkpoint", "freed")
-    @pytest.mark.parametrize("outputs", [1, 2])
-    def test_the_backward_pass_frees_what_was_kept(self, answer, reference, device, outputs):
+    @pytest.mark.parametrize("kind", [1, 2, "frozen"])
+    def test_the_backward_pass_frees_what_was_kept(self, answer, reference, device, kind):
         """Bar: the output, which is still in hand, + 8 KiB. The argument has 32 KiB.
 
         Of two outputs one is not used: the argument may wait for it, but no inside of 64 KiB.
         """
         model, x = mlp(32, 64, 48, device=device), draw.randn(256, 32, device=device)
-        other = mlp(32, 64, 48, device=device)
-        known = w.zero_grads(model, other, x.requires_grad_())
+        other, scale = mlp(32, 64, 48, device=device), draw.randn(1, device=device)
+        model.requires_grad_(kind != "frozen")
+        known = w.zero_grads(
+            model, other, x.requires_grad_(kind != "frozen"), scale.requires_grad_()
+        )
+        outputs = 2 if kind == 2 else 1
         function = model if outputs == 1 else lambda a: (model(a), other(a))
 
         def left(call, kept):
             out = call(function, x * 2)
             kept += [out] if outputs == 1 else out
-            w.loss_of(kept[0]).backward()
+            w.loss_of(kept[0] * scale).backward()
 
         calls = answer.checkpoint, reference.checkpoint, w.plain_call
         limit = outputs * 256 * 48 * 4 + (outputs - 1) * x.nbytes + 8192

@@ -37,6 +37,8 @@ class TestPart2SecondRun:
 
         draw_too = lambda c: c(layers[1], (c(layers[0], x), F.dropout(fixed))[0])  # noqa: E731
         yield "other draws in between", draw_too
+        layers[0][0].weight.register_hook(lambda grad: grad + torch.rand_like(grad))
+        yield "gradients with noise", lambda c: c(layers[1], c(layers[0], x))
 
     @pytest.mark.gpu
     @pytest.mark.works("checkpoint", "random state")
@@ -65,7 +67,6 @@ class TestPart2SecondRun:
         yield "float16, backward outside", inside(float16, model)
         partly = lambda a: off(lambda t: model(t))(layer(a).float())  # noqa: E731
         yield "off in a part of the function", inside(bfloat16, partly)
-        yield "autocast of the function's own", lambda c: c(bfloat16(lambda a: model(a)), x)
 
         def backward_in_bfloat16(of, function):
             def step(call):
@@ -79,6 +80,8 @@ class TestPart2SecondRun:
 
         yield "off, backward inside of bfloat16", backward_in_bfloat16(off, model)
         yield "float16, backward inside of bfloat16", backward_in_bfloat16(float16, layer)
+        own = lambda a: block()(lambda t: model(t))(a)  # noqa: E731
+        yield "float16, but off until inside", inside(block(torch.float16, enabled=False), own)
         cast = nn.Linear(4, 4, bias=False)  # of numbers that bfloat16 holds and adds exactly
         nn.init.eye_(cast.weight)
         bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
