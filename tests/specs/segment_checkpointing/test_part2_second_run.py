@@ -37,7 +37,7 @@ class TestPart2SecondRun:
 
         draw_too = lambda c: c(layers[1], (c(layers[0], x), F.dropout(fixed))[0])  # noqa: E731
         yield "other draws in between", draw_too
-        layers[0][0].weight.register_hook(lambda grad: grad + torch.rand_like(grad))
+        layers[0][0].weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", lambda c: c(layers[1], c(layers[0], x))
 
     @pytest.mark.gpu

@@ -120,7 +120,7 @@ class TestPart4Snapshots:
             yield f"{count} layers, {snapshots} snapshots", layers, x, snapshots
         yield "a loss that draws", layers, x, 2, WithHead(5, 3)
         yield "eval mode", w.chain(6, x.device)[0].eval(), x, 2
-        layers[3].linear.weight.register_hook(lambda grad: grad + torch.rand_like(grad))
+        layers[3].linear.weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", layers, x, 2
 
     @pytest.mark.exact("backward_with_snapshots", "gradients")
