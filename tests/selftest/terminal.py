@@ -54,7 +54,10 @@ class Terminal:
         return family(self.screen.pid)
 
     def close(self) -> None:
-        self.screen.close(force=True)
+        try:
+            self.screen.close(force=True)
+        except pexpect.ExceptionPexpect:  # it is killed, but not gone after a tenth of a second
+            self.screen.wait()
 
 
 def _plain(text: str) -> str:

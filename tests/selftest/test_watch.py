@@ -219,7 +219,7 @@ def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> Non
     pids = other.family()
     other.screen.send("q")
     other.screen.expect(pexpect.EOF)
-    other.screen.close()
+    other.screen.wait()
     assert other.screen.exitstatus == 0
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))
 
@@ -237,7 +237,7 @@ def test_ctrl_c_leaves_nothing(when: str) -> None:
     watch.screen.sendintr()
     watch.until("Stopped; nothing was left running.")
     watch.screen.expect(pexpect.EOF)
-    watch.screen.close()
+    watch.screen.wait()
     assert watch.screen.exitstatus == 130
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))
     wait_for(lambda: not [*(home.root / "tmp").iterdir()])
