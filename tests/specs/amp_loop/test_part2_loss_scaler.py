@@ -62,13 +62,13 @@ class Side:
         for n, (p, part) in enumerate(zip(held(optimizer), flat.split(self.sizes), strict=True)):
             p.grad = None if n == missing else part.clone()
             if n == sparse:  # with each element in two halves, as of a row used twice
-                places, halves = torch.arange(len(p)).repeat(1, 2), part.repeat(2) / 2
-                p.grad = torch.sparse_coo_tensor(places, halves, check_invariants=True)
+                rows = torch.arange(len(p), device=self.device).repeat(1, 2)
+                p.grad = torch.sparse_coo_tensor(rows, part.repeat(2) / 2, check_invariants=True)
 
     def scaled(self, dtype):
         """A loss of 1.1, scaled, and whether it has a graph."""
-        loss = torch.full((), 1.1, dtype=getattr(torch, dtype), requires_grad=True)
-        scaled = self.scale(loss)
+        loss = torch.full((), 1.1, dtype=getattr(torch, dtype), device=self.device)
+        scaled = self.scale(loss.requires_grad_())
         return scaled.item(), scaled.dtype, scaled.requires_grad
 
     def reload(self, kind="own"):
