@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,35 @@ class Unsavable(torch.Tensor):
         raise self.error("no space left on device")
 
 
-def _no_rename(*paths: object) -> None:
+def _patch_renames(patch: pytest.MonkeyPatch, allow: Callable[[Any, Any], None]) -> None:
+    """A file gets another name only where `allow` of both does not raise."""
+
+    def renamed(rename: Any, source: Any, target: Any, **options: Any) -> Path:
+        allow(source, target)
+        rename(source, target, **options)
+        return Path(target)
+
+    for name in ("replace", "rename"):
+        instead = partial(renamed, getattr(os, name))
+        patch.setattr(os, name, instead)
+        # In Python 3.10 a path has taken its own from os before.
+        patch.setattr(Path, name, partialmethod(lambda path, how, to: how(path, to), instead))
+
+
+def _never(source: object, target: object) -> None:
     raise OSError("no rename")
+
+
+def _in_one_folder(source: Any, target: Any) -> None:
+    if Path(target).resolve().parent not in Path(source).resolve().parents:
+        raise OSError(errno.EXDEV, "a rename from one disk to another", source, None, target)
 
 
 @contextmanager
 def folders_apart() -> Iterator[None]:
     """Inside, each folder is on a disk of its own with what lies in it: no rename between two."""
-
-    def apart(rename: Any, source: Any, target: Any, **options: Any) -> None:
-        if Path(target).resolve().parent not in Path(source).resolve().parents:
-            raise OSError(errno.EXDEV, "a rename from one disk to another", source, None, target)
-        rename(source, target, **options)
-
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("replace", "rename"):
-            patch.setattr(os, name, partial(apart, getattr(os, name)))
+        _patch_renames(patch, _in_one_folder)
         yield
 
 
@@ -61,8 +74,7 @@ def failing(failure: object, model: nn.Module, size: int) -> Iterator[None]:
             patch.setattr(Unsavable, "error", failure)
             model.register_buffer("breaks", torch.zeros(5).as_subclass(Unsavable))
         else:
-            for name in ("replace", "rename"):
-                patch.setattr(os, name, _no_rename)
+            _patch_renames(patch, _never)
         try:
             yield
         except (OSError, RuntimeError, KeyboardInterrupt):
