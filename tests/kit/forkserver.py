@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -58,7 +58,7 @@ def start() -> Path:
         _folder = Path(tempfile.mkdtemp(prefix="memory-katas-"))
         atexit.register(stop)
     if _FORKS:
-        with _ctrl_c_later(), _environment(_folder):
+        with _what_it_inherits(_folder):
             _forking.set_forkserver_preload(["kit.warm"])
             _server.ensure_running()
     return _folder
@@ -138,12 +138,13 @@ def fork(target: Callable[..., None], *arguments: Any, log: Path, has_forks: boo
     process: BaseProcess = context.Process(
         target=_main, args=(target, arguments, str(log)), daemon=not has_forks
     )
-    try:
-        process.start()
-    except (EOFError, ConnectionError):
-        _await_end(pid())  # the server has been killed, and as long as it is not gone it counts
-        wait_until_warm()
-        process.start()
+    # The library starts its server again by itself, where it has died since.
+    with _what_it_inherits(start()) if context is _forking else nullcontext():
+        try:
+            process.start()
+        except (EOFError, ConnectionError):
+            _await_end(pid())  # the server has been killed, and as long as it is not gone it counts
+            process.start()
     return process
 
 
@@ -206,17 +207,12 @@ def _await_end(number: int) -> None:
 
 
 @contextmanager
-def _ctrl_c_later() -> Iterator[None]:
-    """What is started here ignores Ctrl-C from its first moment: it inherits what is blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+def _what_it_inherits(folder: Path) -> Iterator[None]:
+    """The server may be started: it ignores Ctrl-C from its first moment, and knows its folder."""
+    if _is_fork():  # it starts none
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _environment(folder: Path) -> Iterator[None]:
+        return
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), before]))
     os.environ[FOLDER_VARIABLE] = str(folder)
@@ -226,6 +222,7 @@ def _environment(folder: Path) -> Iterator[None]:
         del os.environ[FOLDER_VARIABLE], os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _main(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:

@@ -95,6 +95,24 @@ def test_a_server_that_dies_is_replaced(ours, bad):
     wait_for(lambda: not any(map(psutil.pid_exists, [*pids, old])))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no server")
+def test_a_server_that_dies_between_two_looks_is_replaced_by_one_as_warm(monkeypatch, tmp_path):
+    wait = forkserver.wait_until_warm
+
+    def dies_then():
+        wait()
+        monkeypatch.undo()
+        os.kill(forkserver.pid(), signal.SIGKILL)
+        wait_for(lambda: psutil.Process(forkserver.pid()).status() == psutil.STATUS_ZOMBIE)
+
+    monkeypatch.setattr(forkserver, "wait_until_warm", dies_then)
+    here, there = forkserver.pipe()
+    process = forkserver.fork(_say, there, log=tmp_path / "log", has_forks=False)
+    assert here.recv() == (process.pid, forkserver.pid(), process.pid, True)
+    forkserver.end(process)
+    assert forkserver.is_warm()
+
+
 def _fork_again(pipe, folder):
     """In a fork: one more, which says where it comes from."""
     here, there = forkserver.pipe()
