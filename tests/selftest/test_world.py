@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from desk.explain import Judged, explain
+from kit.answers.loading import load
 from kit.laws import checks
 from kit.laws.checks import Bar, SpecFailure
 from kit.ranks.collectives import Collective
@@ -48,6 +49,16 @@ def test_classes_of_the_answer_come_through_both_ways(ours, bad):
     assert [pair for pair, _ in results] == [bad.Pair(2, 4)] * 2
     assert all(type(pair) is bad.Pair for pair, _ in results)
     assert [numbers.tolist() for _, numbers in results] == [[0, 0], [1, 1]]
+
+
+def test_a_class_of_the_answer_that_one_rank_has_pickled_another_reads(ours, bad, tmp_path):
+    """Also one of another world, which has met other answers before."""
+    other, path = World(1), tmp_path / "other.py"
+    path.write_text(programs.ANSWER, encoding="utf-8")
+    data = ours.run(bad, programs.pickled)[0]
+    other.run(load(path), programs.who)
+    assert other.run(bad, programs.unpickled, data) == [bad.Pair(3, 4)]
+    other.close()
 
 
 def test_every_run_finds_torch_as_new(ours, bad):

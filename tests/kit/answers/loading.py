@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import itertools
 import shutil
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import SourceFileLoader
@@ -80,12 +80,12 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
     return found
 
 
-_loaded = itertools.count()
-
-
 def load(path: Path) -> ModuleType:
-    """Import a file as a new module, whatever was imported before; its own errors come through."""
-    module = _import(path, f"{path.stem}_answer_{next(_loaded)}")
+    """Import a file as a new module, whatever was imported before; its own errors come through.
+
+    Its name is the same on all ranks, so that one reads what another has pickled.
+    """
+    module = _import(path, f"{path.stem}_answer_{zlib.crc32(bytes(path.absolute())):08x}")
     if not hasattr(module, "__getattr__"):
         vars(module)["__getattr__"] = _Missing(path)
     return module
