@@ -26,6 +26,7 @@ import torch
 
 from kit import forkserver
 from kit.answers import causes
+from kit.answers.contract import functions
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
 from kit.answers.stubs import is_untouched
@@ -228,7 +229,7 @@ def _module(config: pytest.Config, answer: Answer) -> ModuleType:
         # Nobody watches yet where a kata does not say what its functions may change.
         if (answer.kata.specs / "changes.py").is_file():
             changes = import_module(f"specs.{answer.kata.name}.changes").CHANGES
-            untouched.watch(modules[key], changes)
+            untouched.watch(modules[key], functions(answer.kata.solution), changes)
     return modules[key]
 
 

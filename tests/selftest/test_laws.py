@@ -93,8 +93,8 @@ def test_the_shortest_sequence_that_fails_is_the_one_that_is_shown():
 def _answer(function) -> ModuleType:
     module = ModuleType("answer")
     function.__module__ = "answer"
-    module.f = function
-    untouched.watch(module, {})
+    module.f = module.of_its_own = function
+    untouched.watch(module, ["f"], {})
     return module
 
 
@@ -134,6 +134,10 @@ def test_what_a_call_must_leave_untouched_is_watched(observable, raises):
     assert failure.value.expected.startswith(f"{observable} as before ")
     assert ("KeyError in f()" in failure.value.expected) is raises
     assert failure.value.clause == UNTOUCHED
+
+
+def test_a_function_that_the_contract_has_not_is_the_answers_own_business():
+    _answer(lambda model: model.eval()).of_its_own(nn.Linear(2, 2))
 
 
 ATTRIBUTES = {

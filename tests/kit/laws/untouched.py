@@ -1,6 +1,6 @@
 """After every call of an answer: what its contract does not change is as it was.
 
-`watch` puts a guard around each public function and method of an answer. Before a call the guard
+`watch` puts a guard around each function and method of the contract. Before a call the guard
 notes what is in force (autocast, grad mode, hooks, defaults, random state of Python) and what the
 arguments carry besides values (training flags, hooks, attributes, requires_grad, the data). After
 it, returned or raised, everything must be the same. Tensors are referred to weakly: a guard must
@@ -14,7 +14,7 @@ import gc
 import inspect
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -44,22 +44,25 @@ _SET = "it is set by hand and not set back"  # whatever else is in force
 Named = dict[str, int]  # attributes by name: 0, or which callable it is
 
 
-def watch(answer: ModuleType, changes: Mapping[str, tuple[str, ...]]) -> None:
-    """Guard the public functions and classes that the answer itself defines.
+def watch(
+    answer: ModuleType, names: Collection[str], changes: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Guard what the contract has of the functions and classes that the answer itself defines.
 
     Args:
+        names: of the contract, such as "train", "Scaler" and "Scaler.update".
         changes: what a function may change after all: the first words of what is observed.
     """
     for name, value in [*vars(answer).items()]:
-        if name.startswith("_") or getattr(value, "__module__", None) != answer.__name__:
+        if name not in names or getattr(value, "__module__", None) != answer.__name__:
             continue
         if inspect.isfunction(value):
             setattr(answer, name, _guarded(name, value, changes.get(name, ())))
         elif inspect.isclass(value):
             for method, function in [*vars(value).items()]:
                 full = f"{name}.{method}"
-                public = not method.startswith("_") or method in ("__init__", "__call__")
-                if public and inspect.isfunction(function):
+                is_named = full in names or method in ("__init__", "__call__")
+                if is_named and inspect.isfunction(function):
                     setattr(value, method, _guarded(full, function, changes.get(full, ())))
 
 

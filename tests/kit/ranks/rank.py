@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 
 from kit import forkserver
+from kit.answers.contract import functions
 from kit.answers.loading import load
 from kit.answers.reset_torch import reset_torch
+from kit.catalog import find_kata
 from kit.laws import checks, draw
 from kit.laws.checks import Bar
 from kit.laws.untouched import watch
@@ -190,10 +192,12 @@ class _Member:
         if answer in self._guarded:
             return
         self._guarded.append(answer)
-        name = f"{program.__module__.rpartition('.')[0]}.changes"
+        folder = program.__module__.rpartition(".")[0]
+        name = f"{folder}.changes"
         changes = importlib.import_module(name) if find_spec(name) else None
         if getattr(changes, "ON_RANKS", False):
-            watch(answer, vars(changes)["CHANGES"])
+            names = functions(find_kata(folder.rpartition(".")[2]).solution)
+            watch(answer, names, vars(changes)["CHANGES"])
 
     def step(self) -> InStep:
         """Add up a few numbers with the other ranks."""
