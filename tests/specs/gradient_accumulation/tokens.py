@@ -73,12 +73,15 @@ def masked(w: World) -> None:
     w.model.register_forward_hook(lambda _, args, logits: logits + mask.to(logits.device))
 
 
-def in_sixteen_bits(dtype: torch.dtype) -> Row:
-    """A class that is never expected costs 10,000: seven of them are no number of float16."""
+def in_sixteen_bits(dtype: torch.dtype, cost: float = 1e4) -> Row:
+    """Each label costs `cost`, and some 0.6: seven times 10,000 is no number of float16.
+
+    Nor is 2048.6.
+    """
 
     def twist(w: World) -> None:
         w.model.to(dtype)
-        surprise = torch.tensor([-1e4] * (CLASSES - 1) + [0.0], dtype=dtype)
+        surprise = torch.tensor([-cost] * (CLASSES - 1) + [0.6], dtype=dtype)
         w.model.register_forward_hook(lambda _, args, out: out + surprise.to(out.device))
 
     return (twist, tag("16 bits"))
@@ -126,6 +129,7 @@ TOKENS: dict[str, Rows] = {
     "16 bits": {
         "a model in float16": in_sixteen_bits(torch.float16),
         "a model in bfloat16": in_sixteen_bits(torch.bfloat16),
+        "in float16, with losses of 2,048 and some": in_sixteen_bits(torch.float16, 2048.0),
     },
     "ignore_index": {
         f"ignore_index {n}": (of(*UNEQUAL, ignore_index=n), option(ignore_index=n)) for n in (0, -1)
