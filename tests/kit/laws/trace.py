@@ -57,10 +57,6 @@ class PlantedInterrupt(KeyboardInterrupt):
     """A Ctrl-C that the scenario raises."""
 
 
-class PlantedStop(StopIteration):
-    """What next() raises, in a model: a loop over batches must not take it for the end."""
-
-
 class Probe(nn.Module):
     """Passes its input on, and notes each run forward and back."""
 

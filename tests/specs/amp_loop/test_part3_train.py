@@ -18,7 +18,7 @@ from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.precisions import scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import Block, mlp, mse, text_batches
-from kit.laws.trace import PlantedInterrupt, PlantedStop, World, kept
+from kit.laws.trace import PlantedInterrupt, World, kept
 from kit.laws.twists import bad_batches, fails, gradient, option, put, refused
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import RUN, bad_options, train
@@ -205,7 +205,6 @@ class TestPart3Train:
     def test_an_error_ends_the_run(self):
         yield "the model fails at the third batch", fails("model", 3)
         yield "Ctrl-C at the third batch", fails("model", 3, PlantedInterrupt)
-        yield "StopIteration at the third batch", fails("model", 3, PlantedStop)
         yield "the third batch cannot be read", fails("batch", 3)
 
     @pytest.mark.survives("save_checkpoint", "saved")
