@@ -229,12 +229,9 @@ def _recompute(
     keep: Collection[Any],
 ) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
-    # A tensor in two places comes back as one: attention asks whether the query is the key.
-    ids = [id(leaf) for leaf in leaves]
-    first = [ids.index(each) for each in ids]
 
     def run(*leaves: Any) -> Any:
-        args, kwargs = tree_unflatten([leaves[n] for n in first], spec)
+        args, kwargs = tree_unflatten(leaves, spec)
         return function(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

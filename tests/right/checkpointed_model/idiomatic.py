@@ -312,14 +312,13 @@ def _run_twice(
     # Leaves go by position, whatever their names, so that checkpoint sees all tensors.
     shared = {id(generator): generator for generator in generators}
     leaves, spec = tree_flatten(_snapshot((args, kwargs), {**shared}))
-    first = [next(n for n, other in enumerate(leaves) if other is leaf) for leaf in leaves]
     original: list[Any] = [(args, kwargs)]
 
     def run(*leaves: Any) -> Any:
         if original:
             own_args, own_kwargs = original.pop()
         else:
-            again = _snapshot([leaves[n] for n in first], {**shared})
+            again = _snapshot(list(leaves), {**shared})
             own_args, own_kwargs = tree_unflatten(again, spec)
         return function(*own_args, **own_kwargs)
 

@@ -25,11 +25,11 @@ class Noisy(nn.Module):
     def generators(self):
         return [g for g in (self.first, self.second) if g is not None]
 
-    def forward(self, x, *generators):
+    def forward(self, x, *generators, **named):
         y = torch.tanh(self.up(x))
         for generator in self.generators:
             y = y * (torch.rand(y.shape, generator=generator, device=y.device) < 0.75)
-        for generator in generators:
+        for generator in (*generators, *named.values()):
             y = y * torch.full_like(y, 0.75).bernoulli(generator=generator)
         return x + torch.tanh(F.dropout(y, self.rate, self.training))
 

@@ -65,8 +65,6 @@ class TestPart1LargeModelDetails:
             "a bias, in segments": (2, lambda model, *_: model.layers[0].up.bias.detach().mul_(2)),
             "the mode": (1, lambda model, *_: model.eval()),
             "a block's mode, in segments": (2, lambda model, *_: model.layers[1].eval()),
-            "segment_size": (2, lambda model, *_: setattr(model, "segment_size", 3)),
-            "use_checkpoint": (2, lambda model, *_: setattr(model, "use_checkpoint", False)),
         }
         for what, (size, spoil) in changes.items():
             options = {"size": size, "masks": 1, "frozen": partial(_in_blocks, "1")}
@@ -88,6 +86,9 @@ class TestPart1LargeModelDetails:
         yield "eval after training", large(before=_then(train=False)), 1
         yield "training after eval", large(train=False, before=_then(train=True))
         yield "segments of 2, then 1", large(size=2, before=_then(segment_size=1))
+        for name, value in (("segment_size", 1), ("use_checkpoint", False)):
+            spoil = lambda model, *_, given=(name, value): setattr(model, *given)  # noqa: E731
+            yield f"{name} between the passes", large(size=2, spoil=spoil), None
 
     @pytest.mark.survives("LargeModel", "Raises")
     def test_refuses_numbers_out_of_range(self, answer):

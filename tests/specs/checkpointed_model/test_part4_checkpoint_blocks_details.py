@@ -91,6 +91,8 @@ class TestPart4CheckpointBlocksDetails:
         yield "an attribute that is set later", chain(lambda: [Noisy(7)], later=_seeded_anew), [1]
         seeded = lambda run, block, x: block(x, Generator(x.device).manual_seed(9))  # noqa: E731
         yield "an argument", chain(two_noisy, call=seeded), [2]
+        named = lambda run, block, x: block(x, noise=Generator(x.device).manual_seed(9))  # noqa: E731
+        yield "an argument by keyword", chain(two_noisy, call=named), [2]
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize("done", [[0], [2], [0, 1, 2]], ids=["first", "last", "all"])
