@@ -160,6 +160,7 @@ class TestPart2LossScaler:
         """All 16 scripts of four good and bad steps, growing after two good ones in a row."""
         for bads in product((None, inf), repeat=4):
             yield f"overflows: {bads}", rounds(*bads), GROWING | {"init_scale": 1.0}
+        yield "growing at every step", rounds(None, None, inf, None), {"growth_interval": 1}
 
     @pytest.mark.exact("LossScaler", "update")
     def test_tracks_gradscaler_through_other_scripts(self, answer, device):
