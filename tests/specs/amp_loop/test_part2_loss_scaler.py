@@ -157,7 +157,7 @@ class TestPart2LossScaler:
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
     def test_tracks_gradscaler_through_every_pattern_of_overflows(self):
-        """All 16 scripts of four good and bad steps, growing after two, and one that grows after each."""
+        """All 16 scripts of four good and bad steps, growing after two good ones, or each."""
         for bads in product((None, inf), repeat=4):
             yield f"overflows: {bads}", rounds(*bads), GROWING | {"init_scale": 1.0}
         yield "growing at every step", rounds(None, None, inf, None), {"growth_interval": 1}
