@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -58,10 +58,16 @@ def start() -> Path:
         _folder = Path(tempfile.mkdtemp(prefix="memory-katas-"))
         atexit.register(stop)
     if _FORKS:
-        with _what_it_inherits(_folder):
-            _forking.set_forkserver_preload(["kit.warm"])
-            _server.ensure_running()
+        _forking.set_forkserver_preload(["kit.warm"])
+        _server.ensure_running = _ensure_running  # which the library calls too, at each fork
+        _server.ensure_running()
     return _folder
+
+
+def _ensure_running() -> None:
+    assert _folder is not None
+    with _ctrl_c_later(), _environment(_folder):
+        forkserver.ForkServer.ensure_running(_server)
 
 
 def stop() -> None:
@@ -138,13 +144,12 @@ def fork(target: Callable[..., None], *arguments: Any, log: Path, has_forks: boo
     process: BaseProcess = context.Process(
         target=_main, args=(target, arguments, str(log)), daemon=not has_forks
     )
-    # The library starts its server again by itself, where it has died since.
-    with _what_it_inherits(start()) if context is _forking else nullcontext():
-        try:
-            process.start()
-        except (EOFError, ConnectionError):
-            _await_end(pid())  # the server has been killed, and as long as it is not gone it counts
-            process.start()
+    try:
+        process.start()
+    except (EOFError, ConnectionError):
+        _await_end(pid())  # the server has been killed, and as long as it is not gone it counts
+        wait_until_warm()
+        process.start()
     return process
 
 
@@ -207,12 +212,17 @@ def _await_end(number: int) -> None:
 
 
 @contextmanager
-def _what_it_inherits(folder: Path) -> Iterator[None]:
-    """The server may be started: it ignores Ctrl-C from its first moment, and knows its folder."""
-    if _is_fork():  # it starts none
+def _ctrl_c_later() -> Iterator[None]:
+    """What is started here ignores Ctrl-C from its first moment: it inherits what is blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
         yield
-        return
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _environment(folder: Path) -> Iterator[None]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), before]))
     os.environ[FOLDER_VARIABLE] = str(folder)
@@ -222,7 +232,6 @@ def _what_it_inherits(folder: Path) -> Iterator[None]:
         del os.environ[FOLDER_VARIABLE], os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _main(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:
