@@ -74,9 +74,9 @@ def masked(w: World) -> None:
 
 
 def in_sixteen_bits(dtype: torch.dtype, cost: float = 1e4) -> Row:
-    """Each label costs `cost`, and some 0.6: seven times 10,000 is no number of float16.
+    """A label costs `cost` and some 0.6, or little if it is the last class.
 
-    Nor is 2048.6.
+    Seven times 10,000 is no number of float16, and 2048.6 is none either.
     """
 
     def twist(w: World) -> None:
