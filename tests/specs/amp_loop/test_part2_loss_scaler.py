@@ -21,7 +21,7 @@ from kit.memory.ruler import measure
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 OUT_OF_RANGE = {
-    "init_scale": (0.0, -4.0, inf, nan),
+    "init_scale": (0.0, -4.0, float("inf"), nan),  # not math's own object
     "growth_factor": (1.0, 0.5, nan),
     "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
     "growth_interval": (0, -1, nan),
