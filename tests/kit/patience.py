@@ -12,6 +12,7 @@ from typing import NamedTuple
 import psutil
 
 _INTERVAL = 0.5  # processor time is known in steps of 10 ms
+_LONGEST = 1.0  # of the time between two looks, for a machine that stood still has told nothing
 _IDLE = 0.1  # of the time: who is ready for work more often than this does not wait
 
 
@@ -52,7 +53,8 @@ class Patience:
             worked, queued = now.worked - before.worked, now.queued - before.queued
             most = max(most, worked)
             waits = worked + queued < _IDLE * passed
-            self._idle[pid] = self._idle.get(pid, 0.0) + passed if waits else 0.0
+            seen = min(passed, _LONGEST)
+            self._idle[pid] = self._idle.get(pid, 0.0) + seen if waits else 0.0
             all_wait = all_wait and waits
         self.used += passed if all_wait else min(most, passed)
         return True
@@ -63,22 +65,23 @@ class Patience:
 
 
 class Spent(NamedTuple):
-    """Seconds of a process since its start, at work and ready for work; 0 when it is gone."""
+    """Seconds of a process and its threads, at work and ready for work; 0 when it is gone."""
 
     worked: float
     queued: float
 
 
 def spent(pid: int) -> Spent:
-    """What a process has spent: its work in all threads, its main thread's wait for a processor."""
+    """What a process has spent in all its threads: its work, and its wait for a processor."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
         return Spent(0.0, 0.0)
-    queued = 0.0
-    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux knows, in nanoseconds
-        queued = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return Spent(times.user + times.system, queued)
+    queued = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):  # only Linux knows, in nanoseconds
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may have ended
+            queued += int(thread.read_text().split()[1])
+    return Spent(times.user + times.system, queued / 1e9)
 
 
 def family(pid: int | None = None) -> list[int]:

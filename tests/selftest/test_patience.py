@@ -88,6 +88,13 @@ def test_it_knows_for_how_long_a_process_has_not_worked(clocks: Clocks) -> None:
     assert limit.idle_seconds(3) == 0.0
 
 
+def test_a_machine_that_stood_still_has_told_nothing_of_who_waits(clocks: Clocks) -> None:
+    limit = Patience(100.0)
+    clocks.go(30.0, 0.0, 0.0)
+    limit.look(lambda: [1])
+    assert limit.idle_seconds(1) == pytest.approx(1.0)
+
+
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """A process that works, and has a child that sleeps."""

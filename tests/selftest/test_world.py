@@ -20,6 +20,7 @@ from selftest import world_programs as programs
 from selftest.tiny import House, later, new_folder, result
 
 pytestmark = pytest.mark.timeout(120)
+REDUCES = "dist.all_reduce(numbers, group=group)"
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +167,22 @@ def test_an_error_counts_also_when_the_other_rank_waits(ours, bad):
 
 def test_a_collective_that_the_other_rank_never_calls(ours, bad):
     error = _break(ours, bad, programs.on_rank_0, "reduce", torch.ones(2))
-    line = _line("dist.all_reduce(numbers)")
-    assert error.expected == "every rank done within 10 s"
+    line = _line(REDUCES)
+    assert error.expected == "every rank comes to its end"
     assert error.got == (
-        f"time-out: rank 0 is still at line {line} (dist.all_reduce(numbers)), rank 1 has finished"
+        f"standstill: rank 0 waits at line {line} ({REDUCES}), rank 1 has finished"
     )
     assert "rank 0 waits in a collective call that rank 1 never makes: every" in error.cause
-    assert _told(error, bad) == "dist.all_reduce(numbers)"
+    assert _told(error, bad) == REDUCES
+
+
+def test_ranks_that_wait_for_each_other_are_told_before_the_limit(ours, bad):
+    """An hour: nobody waits for it. The limit of this test is what says so."""
+    error = _break(ours, bad, programs.in_two_groups, limit=3600.0)
+    line = f"line {_line(REDUCES)} ({REDUCES})"
+    assert error.got == f"standstill: rank 0 waits at {line}, rank 1 waits at {line}"
+    assert "the ranks wait for each other in different collective calls: every" in error.cause
+    assert _told(error, bad) == REDUCES
 
 
 def test_a_loop_without_end_is_told_with_its_line(ours, bad):
@@ -193,7 +203,7 @@ def test_collectives_that_do_not_fit(ours, bad):
     error = _break(ours, bad, programs.fit_badly)
     assert "SIGABRT" in error.got
     assert "do not fit" in error.cause
-    assert _told(error, bad) == "dist.all_reduce(numbers)"
+    assert _told(error, bad) == REDUCES
 
 
 def test_a_collective_that_only_one_rank_has_begun(ours, bad):

@@ -75,8 +75,8 @@ def todo():
     raise NotImplementedError
 
 
-def reduce(numbers):
-    dist.all_reduce(numbers)
+def reduce(numbers, group=None):
+    dist.all_reduce(numbers, group=group)
 
 
 def begin(numbers):
@@ -166,6 +166,12 @@ def destroy(answer, rank):
 
 def fit_badly(answer, rank):
     answer.reduce(torch.ones(7 if rank else 100_000))
+
+
+def in_two_groups(answer, rank):
+    """Each rank reduces in another group of both, and none ever meets the other."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    answer.reduce(torch.ones(2), groups[rank])
 
 
 def counts(answer, rank):

@@ -36,22 +36,22 @@ def hang(stacks: dict[int, list[Frame]], size: int, file: str, limit: float) -> 
     done = [number for number in range(size) if number not in stacks]
     busy = [number for number, stack in stacks.items() if not is_waiting(stack)]
     blamed = (busy or list(stacks))[0]
-    states = [
-        f"rank {number} is still {_where(stacks[number], file)}"
+    states = ", ".join(
+        f"rank {number} {'is still' if busy else 'waits'} {_where(stacks[number], file)}"
         if number in stacks
         else f"rank {number} has finished"
         for number in range(size)
-    ]
+    )
+    expected, got = "every rank comes to its end", f"standstill: {states}"
+    same = "every rank must make the same calls in the same order"
     if busy:
+        expected, got = f"every rank done within {limit:g} s", f"time-out: {states}"
         cause = f"a loop that does not end; rank {blamed} ran this line when the time was up"
     elif done:
-        cause = f"rank {blamed} waits in a collective call that rank {done[0]} never makes"
+        cause = f"rank {blamed} waits in a collective call that rank {done[0]} never makes: {same}"
     else:
-        cause = "the ranks wait for each other in different collective calls"
-    if not busy:
-        cause += ": every rank must make the same calls in the same order"
-    got = f"time-out: {', '.join(states)}"
-    error = SpecFailure(f"every rank done within {limit:g} s", got, cause)
+        cause = f"the ranks wait for each other in different collective calls: {same}"
+    error = SpecFailure(expected, got, cause)
     return error.with_traceback(_traceback(stacks[blamed]))
 
 

@@ -44,6 +44,7 @@ _START_LIMIT = 120.0  # torch may come from a cold disk
 _GRACE = 1.5  # for the other ranks, once one of them has raised or died
 _STEP_LIMIT = 3.0
 _IDLE = 1.0  # a rank that waits in a call and has not worked for so long waits for nobody
+_ALL_IDLE = 2.0  # the same where no rank is done: they wait for each other
 
 
 @dataclass
@@ -153,9 +154,10 @@ class World:
                         patience.shorten(_GRACE)
             left_over = [rank for rank in waiting if rank.number not in ends]
             pids = [rank.process.pid or 0 for rank in left_over]
-            if not patience.look(functools.partial(list, pids)) or not may_hang or not ends:
+            if not patience.look(functools.partial(list, pids)) or not may_hang:
                 continue
-            idle = all(patience.idle_seconds(pid) >= _IDLE for pid in pids)
+            enough = _IDLE if ends else _ALL_IDLE
+            idle = all(patience.idle_seconds(pid) >= enough for pid in pids)
             if idle and all(is_waiting(self._ask_stack(rank)) for rank in left_over):
                 break  # nobody will ever make the call that they wait for
         return dict(sorted(ends.items()))
