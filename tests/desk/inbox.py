@@ -58,7 +58,19 @@ class Run:
         self._inbox.put((self, what))
 
 
-Inbox = queue.SimpleQueue[Saved | Key | tuple[Run, Event | Verdict]]
+Message = Saved | Key | tuple[Run, Event | Verdict]
+Inbox = queue.SimpleQueue[Message]
+
+
+def take(inbox: Inbox) -> Message:
+    """What has come first; waits for it, and for Ctrl-C.
+
+    A wait does not hear of a Ctrl-C that comes a moment before it, or to another thread. So it ends
+    now and then: only a thread that is awake can be interrupted.
+    """
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=0.5)
 
 
 @contextlib.contextmanager

@@ -111,9 +111,9 @@ def _watch(paper: Paper) -> None:
         _hand_in("amp_loop", mistake)
         watching.judge()
         while watching.is_judging:
-            watching.take(inbox.get())
+            watching.answer(inbox.get())
         if key:
-            watching.take(Key(key))
+            watching.answer(Key(key))
 
 
 def _hand_in(name: str, mistake: str = "") -> None:

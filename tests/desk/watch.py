@@ -10,7 +10,7 @@ from pathlib import Path
 from desk import board, hints, report, reset, solved
 from desk.asked import Misuse, named
 from desk.events import Broken, Event
-from desk.inbox import Inbox, Key, Run, Saved, files, keys
+from desk.inbox import Inbox, Key, Message, Run, Saved, files, keys, take
 from desk.kata import planned
 from desk.paper import Paper
 from desk.screen import Screen
@@ -65,7 +65,7 @@ class Watch:
     def go_on(self) -> None:
         """Judge what is there, and take what comes until somebody quits."""
         self.judge()
-        while self.take(self._inbox.get()):
+        while self.answer(take(self._inbox)):
             pass
 
     @property
@@ -73,7 +73,7 @@ class Watch:
         """Whether a verdict is in the making."""
         return self._run is not None
 
-    def take(self, message: Saved | Key | tuple[Run, Event | Verdict]) -> bool:
+    def answer(self, message: Message) -> bool:
         """Do what a message asks for; False if somebody quits."""
         if isinstance(message, Saved):
             self._saved(message)

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -241,6 +243,25 @@ def test_ctrl_c_leaves_nothing(when: str) -> None:
     assert watch.screen.exitstatus == 130
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))
     wait_for(lambda: not [*(home.root / "tmp").iterdir()])
+
+
+MISSED = """
+import queue, signal, threading
+from desk.inbox import take
+
+def interrupt():
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Timer(0.3, interrupt).start()
+take(queue.SimpleQueue())
+"""
+
+
+def test_a_ctrl_c_that_does_not_wake_the_wait_ends_it_all_the_same() -> None:
+    """It comes a moment before the wait, or as here to another thread."""
+    ended = subprocess.run([sys.executable, "-c", MISSED], capture_output=True, text=True)
+    assert "KeyboardInterrupt" in ended.stderr
 
 
 def test_a_watch_that_is_killed_leaves_nothing() -> None:
