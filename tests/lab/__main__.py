@@ -8,11 +8,16 @@ import importlib
 import logging
 import pkgutil
 import sys
-import time
 import webbrowser
 from pathlib import Path
 from types import ModuleType
 
+from kit import forkserver
+
+if __name__ == "__main__" and "--list" not in sys.argv:
+    forkserver.start()  # it imports torch while the rest is imported here
+
+# ruff: isort: split
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -20,8 +25,11 @@ from rich.table import Table
 
 from kit.catalog import ROOT, shown
 from kit.memory import gpu
-from lab import experiments, report
-from lab.notebook import Lab, NotHere, Page, conditions
+from lab import experiments, quiet, report
+from lab.notebook import Page, conditions
+from lab.runner import Job, carry_out_all
+
+_AT_ONCE = 2  # with more, what is timed would wait for too many
 
 
 def all_experiments() -> list[ModuleType]:
@@ -74,11 +82,17 @@ def main(words: list[str] | None = None) -> int:
 def _carry_out(
     console: Console, wanted: list[ModuleType], folder: Path, device: torch.device, *, quick: bool
 ) -> list[Page]:
+    at_once = min(len(wanted), _AT_ONCE, quiet.cores())
     if device.type == "cuda":
         gpu.prepare(device)
-    pages = []
-    estimates = [_seconds(experiment, quick=quick) for experiment in wanted]
-    console.print(f"{len(wanted)} experiments on {device}, about {_minutes(sum(estimates))}")
+        at_once = 1
+    seconds = {name_of(experiment): _seconds(experiment, quick=quick) for experiment in wanted}
+    total = sum(seconds.values())
+    console.print(f"{len(wanted)} experiments on {device}, about {_minutes(total / at_once)}")
+    jobs = [
+        Job(one.run, Page(name_of(one), one.TITLE, one.QUESTION), folder, device, quick)
+        for one in wanted
+    ]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -86,31 +100,20 @@ def _carry_out(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(estimates))
-        for experiment, estimate in zip(wanted, estimates, strict=True):
-            progress.update(task, description=experiment.TITLE)
-            page = Page(name_of(experiment), experiment.TITLE, experiment.QUESTION)
-            start = time.perf_counter()
-            lab = Lab(page, folder, device, quick=quick)
-            try:
-                experiment.run(lab)
-                ended = f"{time.perf_counter() - start:.0f} s"
-            except NotHere as reason:
-                ended = f"not measured here: {reason}"
-                lab.say(_sentence(ended))
-            except Exception as error:
-                progress.console.print_exception(max_frames=8)
-                ended = f"broke off: {type(error).__name__}: {error}"
-                lab.say(_sentence(ended))
-                page.is_whole = False
-            progress.console.print(f"  {experiment.TITLE}: {ended}")
-            progress.advance(task, estimate)
-            pages.append(page)
-    return pages
+        task = progress.add_task("", total=total)
 
+        def tell(pages: list[Page]) -> None:
+            progress.update(task, description=", ".join(page.title for page in pages))
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+        jobs.sort(key=lambda job: -seconds[job.page.name])  # no long one is left for the end
+        found = dict[str, Page]()
+        for ended in carry_out_all(jobs, at_once, tell):
+            if ended.where:
+                progress.console.print(ended.where, markup=False)
+            progress.console.print(f"  {ended.page.title}: {ended.how}")
+            progress.advance(task, seconds[ended.page.name])
+            found[ended.page.name] = ended.page
+    return [found[name] for name in seconds]
 
 
 def _list(console: Console, known: dict[str, ModuleType], *, quick: bool) -> None:

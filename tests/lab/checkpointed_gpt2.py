@@ -60,9 +60,9 @@ def peaks(batch: int, device: torch.device) -> dict[str, dict[str, int]]:
     return found
 
 
-def seconds(device: torch.device, *, rounds: int) -> dict[str, Any]:
+def seconds(device: torch.device, *, rounds: int, limit: float) -> dict[str, Any]:
     """Seconds and operations of a step: of GPT-2 medium on cuda, of a small one elsewhere."""
     shape, batch = (MEDIUM, 4) if device.type == "cuda" else (SMALL, 4)
     steps = {way: make(way, shape, batch, device)[0] for way in WAYS}
-    found = alternating(steps, device, rounds=rounds)
+    found = alternating(steps, device, rounds, limit)
     return {"seconds": found, "flops": {way: flops_of(step) for way, step in steps.items()}}

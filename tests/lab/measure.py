@@ -21,6 +21,7 @@ from kit.memory.account import Account, account
 from kit.memory.ruler import LiveBytes, measure
 from kit.private_torch import active_fake_mode
 from kit.ranks.simulated import dry_run
+from lab import quiet
 
 
 @functools.cache
@@ -70,12 +71,13 @@ def alternating(
     seconds: a processor without 16-bit arithmetic takes ten times as long as one that has it.
     """
     found: dict[str, list[float]] = {name: [] for name in steps}
-    start = time.perf_counter()
-    for number in range(rounds + 1):
-        if number > 2 and time.perf_counter() - start > limit:
-            break
-        for name, step in steps.items():
-            found[name].append(_seconds(step, device))
+    with quiet.alone():
+        start = time.perf_counter()
+        for number in range(rounds + 1):
+            if number > 2 and time.perf_counter() - start > limit:
+                break
+            for name, step in steps.items():
+                found[name].append(_seconds(step, device))
     return {name: seconds[1:] for name, seconds in found.items()}
 
 

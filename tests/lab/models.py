@@ -77,10 +77,10 @@ def parameters_of(model: nn.Module) -> int:
 
 
 def large_model(
-    kata: ModuleType, device: torch.device, *, full: bool, checkpoint: bool
+    kata: ModuleType, device: torch.device, *, full: bool, checkpoint: bool, layers: int = 32
 ) -> tuple[nn.Module, Tensor]:
-    """Q9's model and its input: 32 layers, 1024 wide, 16 x 1024; or one that fits a laptop."""
-    layers, width, batch, length = (32, 1024, 16, 1024) if full else (16, 128, 2, 256)
+    """Q9's model and its input: 32 layers, 1024 wide, 16 x 1024; or as narrow as a laptop likes."""
+    width, batch, length = (1024, 16, 1024) if full else (128, 2, 256)
     with device:
         model = kata.LargeModel(layers, width, dropout=0.0, use_checkpoint=checkpoint)
         return model.train(), torch.zeros(batch, length, width)

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kit.catalog import ROOT
+from lab import quiet
 from lab.claims import CLAIMS
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Lab:
 
     def __init__(self, page: Page, folder: Path, device: torch.device, *, quick: bool) -> None:
         self.page, self.device, self.quick = page, device, quick
-        self.limit = 5.0 if quick else math.inf
+        self.limit = 2.5 if quick else math.inf
         self._folder = folder
         self._kept = folder / "samples" / f"{page.name}.json"
         self._key = conditions(device, quick=quick)
@@ -132,10 +132,11 @@ class Lab:
         Numbers are drawn anew from the same seed for each sample: none depends on those before it.
         """
         if name not in self._samples:
+            quiet.make_way()
             torch.manual_seed(0)
-            start = time.perf_counter()
+            start = time.perf_counter() - quiet.waited()
             self._samples[name] = json.loads(json.dumps(measure()))
-            self.page.seconds += time.perf_counter() - start
+            self.page.seconds += time.perf_counter() - quiet.waited() - start
             kept: dict[str, Any] = {"conditions": self._key, "code": code_of(self.page.name)}
             kept |= {"seconds": self.page.seconds, "samples": self._samples}
             write_json(self._kept, kept)
@@ -184,7 +185,8 @@ def conditions(device: torch.device, *, quick: bool) -> dict[str, Any]:
         "device": str(device),
         "gpu": gpu,
         "processor": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "cores": quiet.cores(),
+        "threads": 1 if device.type == "cpu" else torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "quick": quick,

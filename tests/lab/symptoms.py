@@ -152,7 +152,9 @@ def operations(device: torch.device, width: int) -> dict[str, int]:
     return found
 
 
-def seconds_of_amp(device: torch.device, width: int, rounds: int) -> dict[str, list[float]]:
+def seconds_of_amp(
+    device: torch.device, width: int, rounds: int, limit: float
+) -> dict[str, list[float]]:
     """Seconds of a training step of a model so wide, in two precisions, in turn."""
     model = mlp(width, 4 * width, width, device=device, activation=nn.GELU)
     x = torch.randn(_sizes(device)[0], width).to(device)
@@ -162,4 +164,4 @@ def seconds_of_amp(device: torch.device, width: int, rounds: int) -> dict[str, l
         name: partial(step, model, (x, x), F.mse_loss, optimizer, dtype=dtype)
         for name, dtype in dtypes.items()
     }
-    return alternating(steps, device, rounds)
+    return alternating(steps, device, rounds, limit)

@@ -74,7 +74,7 @@ def _measured(lab: Lab, flags: dict[str, Any]) -> dict[str, Any]:
             peaks[name] = peak_of(train, lab.device, [model])
             del train, model
         steps = {name: way()[0] for name, way in ways.items()}
-        seconds = alternating(steps, lab.device, rounds=2 if lab.quick else 9)
+        seconds = alternating(steps, lab.device, rounds=2 if lab.quick else 9, limit=lab.limit)
     return {"peaks": peaks, "seconds": seconds}
 
 

@@ -1,10 +1,9 @@
-"""What experiments that train share: the model of their device, real text, and one thread."""
+"""What experiments that train share: the model of their device, and real text."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +43,3 @@ def means(values: Sequence[float], most: int = 24) -> tuple[list[float], list[fl
         [number * size + (len(part) + 1) / 2 for number, part in enumerate(parts)],
         [statistics.mean(part) for part in parts],
     )
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """On the cpu, run the block in one thread: small operations only wait for a second one."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -18,12 +18,12 @@ from lab import draw
 from lab.measure import alternating, books_of, ratio, rehearsed, solution
 from lab.models import Gpt, next_token, parameters_of
 from lab.notebook import Lab
-from lab.training import Batch, loss_on, one_thread, text
+from lab.training import Batch, loss_on, text
 
 ORDER = 3
 TITLE = "Accumulation"
 QUESTION = "What do micro-batches cost at one effective batch, and do they train the same?"
-SECONDS = {"quick": 22, "full": 205}
+SECONDS = {"quick": 49, "full": 205}
 CLAIMS = ("lab-accumulation",)
 
 WINDOWS = (1, 4, 8, 16)  # micro-batches to a step; with BATCH, of 16, 4, 2 and 1 sequences
@@ -163,8 +163,7 @@ def _seconds(lab: Lab) -> dict[str, list[float]]:
         model = large() if on_gpu else Gpt(4, 128, longest=128)
     (batch,) = text(lab.device, 1, BATCH, LENGTH if on_gpu else 128)
     steps = {str(n): make(batch, n, n, model)[0] for n in WINDOWS}
-    with one_thread(lab.device):
-        return alternating(steps, lab.device, rounds=4 if lab.quick else 15, limit=lab.limit)
+    return alternating(steps, lab.device, rounds=4 if lab.quick else 15, limit=lab.limit)
 
 
 def _distances(lab: Lab) -> None:
@@ -208,12 +207,11 @@ def _gradients(lab: Lab) -> dict[str, list[float]]:
 
     ways = {"divided by the window's tokens": tokens, "mean of means": mean}
     found = {}
-    with one_thread(lab.device):
-        for size, batch in (("equal", whole), ("unequal", padded)):
-            right = tokens(batch, 1)
-            for name, way in ways.items():
-                gaps = [way(batch, n) - right for n in WINDOWS[1:]]
-                found[f"{size}, {name}"] = [(gap.norm() / right.norm()).item() for gap in gaps]
+    for size, batch in (("equal", whole), ("unequal", padded)):
+        right = tokens(batch, 1)
+        for name, way in ways.items():
+            gaps = [way(batch, n) - right for n in WINDOWS[1:]]
+            found[f"{size}, {name}"] = [(gap.norm() / right.norm()).item() for gap in gaps]
     return found
 
 
@@ -231,9 +229,8 @@ def _train(lab: Lab, name: str, lr: float, window: int, take: int, seed: int = 0
     # Down to 0: at a constant rate SGD's loss jumps, and the last one says little of the run.
     decay = LinearLR(optimizer, 1.0, 0.0, total_iters=len(steps))
     epoch = partial(solution("gradient_accumulation").train_epoch, scheduler=decay)
-    with one_thread(lab.device):
-        results = epoch(model, micro_batches, next_token, optimizer, window=window)
-        after = loss_on(model, held)
+    results = epoch(model, micro_batches, next_token, optimizer, window=window)
+    after = loss_on(model, held)
     losses = [result.loss.item() for result in results]
     # What has diverged is as good as no model; JSON has no number for it.
     known = [min(x, KNOWS_NOTHING) if x == x else KNOWS_NOTHING for x in (*losses, after)]

@@ -24,7 +24,7 @@ from lab.trainer import beside_trainer
 ORDER = 7
 TITLE = "Fine-tuning"
 QUESTION = "What do LoRA and a 4-bit base save of fine-tuning, and what do they do to the loss?"
-SECONDS = {"quick": 31, "full": 110}
+SECONDS = {"quick": 60, "full": 110}
 CLAIMS = ("l97-qlora", "l97-checkpoint-70")
 
 GB = 1e9  # the article counts in these

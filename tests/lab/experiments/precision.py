@@ -17,12 +17,12 @@ from lab import draw
 from lab.measure import alternating, books_of, ratio, rehearsed, solution
 from lab.models import Gpt, next_token, parameters_of, plain_step
 from lab.notebook import Lab
-from lab.training import Batch, gpt2_small, loss_on, means, one_thread, text
+from lab.training import Batch, gpt2_small, loss_on, means, text
 
 ORDER = 2
 TITLE = "Precision"
 QUESTION = "What do 16 bits save of GPT-2's memory and time, and what becomes of its loss?"
-SECONDS = {"quick": 18, "full": 48}
+SECONDS = {"quick": 42, "full": 48}
 CLAIMS = ("l97-amp", "l97-loss", "lab-amp")
 
 WAYS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -175,8 +175,7 @@ def _seconds(lab: Lab) -> dict[str, list[float]]:
     steps: dict[str, Callable[[], object]] = {}
     for way in WAYS:
         steps[way] = partial(learner(lab, way)[0], batch)
-    with one_thread(lab.device):
-        return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
+    return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
 
 
 def _losses(lab: Lab) -> tuple[dict[str, float], float]:
@@ -219,25 +218,24 @@ def _train(lab: Lab, way: str, seed: int = 0, scaler: Any = None) -> dict[str, A
     train, model, _ = learner(lab, way, scaler)
     held, batches = (found := _texts(lab, HELD + _steps(lab)))[:HELD], found[HELD:]
     losses, scales, skipped = list[float](), list[float](), list[bool]()
-    with one_thread(lab.device):
-        for batch in batches:
-            scales.append(scaler.get_scale() if scaler else 1.0)  # that of this step
-            result = train(batch)
-            losses.append(result.loss.item())
-            skipped.append(result.skipped)
-        after = loss_on(model, held)
+    for batch in batches:
+        scales.append(scaler.get_scale() if scaler else 1.0)  # that of this step
+        result = train(batch)
+        losses.append(result.loss.item())
+        skipped.append(result.skipped)
+    after = loss_on(model, held)
     return {"losses": losses, "scales": scales, "skipped": skipped, "held": after}
 
 
 def _steps(lab: Lab) -> int:
     if lab.device.type == "cuda":
         return 60 if lab.quick else 1000
-    return 48 if lab.quick else 300
+    return 32 if lab.quick else 300
 
 
 def _scale(lab: Lab) -> None:
     """The defaults, beside a scale that starts too high and grows often: a long run in short."""
-    interval = 8 if lab.quick else 25
+    interval = 6 if lab.quick else 25
     eager = partial(solution("amp_loop").LossScaler, 2.0**24, growth_interval=interval)
     usual = lab.sample("train fp16", partial(_train, lab, "fp16"))
     eagerly = lab.sample("train fp16, eager", lambda: _train(lab, "fp16", scaler=eager()))
