@@ -19,7 +19,7 @@ from lab import quiet
 from lab.notebook import Lab, NotHere, Page, Text
 
 # What experiments import, some of it late; a fork has it already, as far as it is installed.
-_WARM = {"lab.draw", "torch._subclasses.fake_tensor", "torch.distributed.fsdp"}
+_WARM = {"lab.draw", "torch.distributed.fsdp"}
 _WARM |= {f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "vit")}
 
 
