@@ -125,6 +125,8 @@ class TestPart2SavedBytes:
         yield "a row of a buffer", 0, lambda: row * body.table[4], body
         body.register_buffer("mask", torch.ones(6), persistent=False)
         yield "a hidden buffer", 0, lambda: row * body.mask, body
+        anew = lambda: (row * body.mask, body.register_buffer("mask", torch.ones(6)))[0]  # noqa: E731
+        yield "a buffer that is replaced after its use", 4 * 6, anew, body
         late = lambda: body.register_buffer("late", torch.ones(6))  # noqa: E731
         yield "a buffer made on the way", 0, lambda: (late(), row * body.late)[1], body
         scaled = lambda: loss(body(x)) * loss.bias  # noqa: E731

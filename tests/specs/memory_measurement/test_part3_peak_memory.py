@@ -59,6 +59,8 @@ class TestPart3PeakMemory:
         step = lambda: (floats(12), kept.append(floats(8)))[1]  # noqa: E731
         yield "12 KiB for a moment beside 8 that stay", (2, 12 + 8, 8), step, [x]
         yield "five in a row", (0, 256, 0), lambda: [floats(256).zero_().dim() for _ in range(5)]
+        two = lambda: [torch.frexp(x) and None, kept.append(floats(8))]  # noqa: E731
+        yield "a pair of 2 KiB, and 8 after it", (2, 8, 8), two, [x]
         x.grad, y = floats(2), x.requires_grad_().view_as(x)
         y.register_hook(lambda grad: (grad.new_ones(3 * KIB), None)[1])
         backward = partial(y.backward, torch.ones_like(x))
