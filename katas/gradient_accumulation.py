@@ -3,8 +3,7 @@
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
 all, no mean of means.
 
-    untouched  modes, hooks, training flags, the caller's data, after an error too; no seed is
-               set
+    untouched  modes, hooks, training flags, values of data, after an error too; no seed is set
 
 Errors are ValueError, raised before anything is changed; the message names the offending value,
 or what is in parentheses.
@@ -87,22 +86,21 @@ def accumulate_tokens(
     """One optimizer step on the mean cross entropy over all labelled tokens of a window.
 
         divisor  the window's labelled tokens: each counts once
-        window   otherwise as in `accumulate`
+        window   otherwise as in `accumulate`, with `F.cross_entropy`'s memory
 
         >>> accumulate_tokens(model, [(ids, labels)], optimizer, ignore_index=0)
         tensor(4.1589)
 
     Args:
         model: from inputs to logits (samples, length, classes).
-        micro_batches: inputs and targets, both (samples, length), int64. Targets are shifted
-            already.
+        micro_batches: inputs and shifted targets, both (samples, length), int64.
         ignore_index: the target of a token without a label.
 
     Raises:
         as in `accumulate`; also two shapes, length 0, or no labelled token (0).
 
     Details:
-        1. A micro-batch without a labelled token adds zeros or nothing, and need not run.
+        1. A micro-batch without a labelled token adds zeros, and need not run.
         2. Neither targets nor logits need be contiguous.
         3. Logits in 16 bits become float32 before the loss.
         4. Parameters without a gradient, those of others, errors, and autocast are as in
@@ -195,7 +193,7 @@ def accumulate_on_ranks(
         on all ranks, if one has a bad window or none a labelled token.
 
     Details:
-        1. Any micro-batch, the last too, or a whole rank may be without a labelled token.
+        1. Any micro-batch, or a whole rank, may be without a labelled token.
         2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
         4. The rank with the bad window names what is bad. A window that raises when read is bad
@@ -230,4 +228,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 617eedec4c48
+# untouched stub f849ceccded5

@@ -228,11 +228,11 @@ class Law:
         """The known mistake that would be seen just so, in this scenario and in others."""
         fitting = [*suspects(self.kata, self._is_about, group)]
         tried = dict.fromkeys([first, *mine])
-        few, more = (_spread([*self.scenarios], number) for number in (7, 20))
+        few = self._spread()
         # Where an error has ended the spec, more of them would come from the others.
-        others = [*few, *more] if len(mine) == len(self.groups[group]) else []
-        for number, scenario in enumerate([*tried, *others]):
-            # More are for two that are still alike.
+        others = [*few, *self.scenarios] if len(mine) == len(self.groups[group]) else []
+        for number, scenario in enumerate(dict.fromkeys([*tried, *others])):
+            # All others are for two that are still alike.
             if not fitting or (number >= len(tried) + len(few) and len(fitting) == 1):
                 break
             if scenario not in mine:
@@ -243,6 +243,10 @@ class Law:
                 if same(mine[scenario], self._guess(belief, import_it, scenario, device))
             ]
         return fitting[0][0] if fitting else None
+
+    def _spread(self) -> list[str]:
+        """Seven scenarios or so, from all over."""
+        return [*self.scenarios][:: 1 + len(self.scenarios) // 7]
 
     def _guess(
         self, belief: str, import_it: Import, scenario: str, device: torch.device
@@ -275,11 +279,6 @@ class Law:
         """All that is otherwise than it should be."""
         pattern = {name: v for name, v in got.items() if self._is_otherwise(name, got, want)}
         return pattern if _is_named(got, want) else pattern | {"message": "another"}
-
-
-def _spread(scenarios: list[str], number: int) -> list[str]:
-    """So many of them, from all over."""
-    return scenarios[:: 1 + len(scenarios) // number]
 
 
 def _is_seen(error: BaseException) -> bool:

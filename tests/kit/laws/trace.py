@@ -221,7 +221,7 @@ def observe(
             error = caught
     probes = [m for m in world.model.modules() if isinstance(m, Probe)]
     seen: Trace = {
-        "outcome": type(error).__name__ if error else "returns",
+        "outcome": _outcome(error),
         "passes forward": [run for p in probes for run in p.forwards],
         "passes back": [run for p in probes for run in p.backwards],
         "loss calls": world.losses,
@@ -231,6 +231,13 @@ def observe(
         seen |= {f"{key} at step {number}": value for key, value in step.items()}
     seen |= results(result) | world.notes | world.now()
     return seen | {"_world": world, "_error": error}
+
+
+def _outcome(error: BaseException | None) -> str:
+    """What the error is called; one that Python has made of a StopIteration is that (PEP 479)."""
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        return "StopIteration"
+    return type(error).__name__ if error else "returns"
 
 
 def results(result: Any) -> Trace:

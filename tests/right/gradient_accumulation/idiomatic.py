@@ -161,6 +161,7 @@ def train_epoch(
             )
         finally:
             optimizer.zero_grad()
+            torch.clear_autocast_cache()
         del batches
     if not results:
         raise ValueError("need at least one micro-batch, got 0")

@@ -39,8 +39,6 @@ class TestPart4CheckpointBlocks:
         yield "names that begin alike", chain(partial(mixers, 3), tree=_alike), [3]
         yield "a frozen block", chain(lambda: [*mixers(), Mixer().requires_grad_(False)]), [3]
         yield "blocks inside a block", chain(lambda: [Nest(Nest(Nest())), Nest()]), [2]
-        within = chain(lambda: [Nest(inner := Nest()), inner])
-        yield "a block in another one, and in the model too", within, [1], None
         yield "a block in two places", chain(lambda: mixers(1) * 2, tree=_two_places), [1]
         other = lambda run, block, x: block(x, x.mean((0, 1)))  # noqa: E731
         yield "with other arguments each time", chain(lambda: mixers(1) * 3, call=other), [1]

@@ -25,6 +25,7 @@ from kit.laws.twists import (
     unused,
 )
 from specs.gradient_accumulation.scenarios import (
+    AUTOCAST,
     BATCH_NORM,
     MODES,
     NO_PAIRS,
@@ -146,11 +147,12 @@ FLOAT32: dict[str, Rows] = {
     },
     "others": {
         "a parameter without a gradient, clipped": (unused, HALF),
-        "a frozen parameter": (frozen, HALF),
+        "a frozen parameter": (frozen, stale, HALF, tag("frozen")),
         "parameters that are trained in turn": (trained_in_turn,),
         "a foreign parameter": (foreign, HALF, tag("foreign")),
         "a gradient that another optimizer will step on": (unused, gradient_of_another, HALF),
         "nothing that is held has a gradient": (nothing_to_train, HALF),
+        **AUTOCAST,
     },
     "errors": {
         **failing("model", 4),

@@ -45,6 +45,8 @@ EPOCH_FREE = (
     *FREE,
     (_ON_THE_WAY, lambda _, w: "bad micro-batch" in w.tags),
     ("grad_norm", lambda _, w: "norm beyond float32" in w.tags),
+    # Whether an epoch in float32 leaves the caller's autocast on, and where 16 bits are rounded.
+    ("passes|loss calls|loss|grad_norm", lambda _, w: "the caller's autocast" in w.tags),
     # What clipping makes of an infinity that no scaler keeps away from the weights.
     ("gradients at|weights|optimizer state", _clips_an_infinity),
 )

@@ -190,4 +190,5 @@ def epoch_of_one_window(module: Any, case: Case, optimizer: torch.optim.Optimize
 
 def epoch_of_three_windows(module: Any, case: Case, optimizer: torch.optim.Optimizer) -> object:
     data = ((x.clone(), y.clone()) for _ in range(3) for x, y in case.batches)
-    return module.train_epoch(case.model, data, case.loss, optimizer, window=len(case.batches))
+    options = {"window": len(case.batches), "max_norm": 1.0}
+    return module.train_epoch(case.model, data, case.loss, optimizer, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,7 @@ def train_epoch(w: World) -> list[Window]:
     try:
         while window := [batch for _, batch in zip(range(size), source, strict=False)]:
             results.append(_window(w, window))
+            torch.clear_autocast_cache()
             if w.scheduler is not None and not results[-1].skipped:
                 w.scheduler.step()
     finally:
@@ -125,13 +126,20 @@ def _window(w: World, window: list[Any]) -> Window:
     return Window(sum(parts), norm, scaler.get_scale() < before)
 
 
+def _own_autocast(w: World) -> AbstractContextManager[None]:
+    """In 16 bits; in float32 that of the caller stays."""
+    is_ours = w.dtype != torch.float32
+    return torch.autocast(w.device.type, w.dtype) if is_ours else nullcontext()
+
+
 def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor:
     """Add the gradients of these samples' part of the window's mean; the part."""
-    with torch.autocast(w.device.type, w.dtype, enabled=w.dtype != torch.float32):
+    with _own_autocast(w):
         output = w.model(inputs)
         loss = w.loss_fn(output if w.dtype == torch.float32 else output.float(), targets)
     part = loss * len(inputs) / samples
-    (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
+    with nullcontext() if w.dtype == torch.float32 else torch.autocast(w.device.type, enabled=False):
+        (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
     return part.detach().float()
 
 

@@ -50,7 +50,7 @@ def _bad(bad: Mapping[int, tuple[Any, ...]], windows: tuple[Shapes, Shapes] | No
 
 
 def _unlabelled(*windows: Any) -> Plan:
-    return Plan(windows, (masked, tag("no labels")), ignore_index=4)
+    return Plan(windows, (masked, stale, tag("no labels")), ignore_index=4)
 
 
 def frozen_in_bfloat16(w: World) -> None:

@@ -79,10 +79,14 @@ class TestPart3TrainEpoch:
         )
 
     @pytest.mark.saves("train_epoch", 6)
-    def test_the_peak_does_not_grow_with_the_number_of_windows(self, answer, reference, device):
-        """A window's data are gone when those of the next are made; one micro-batch may be left."""
+    @pytest.mark.parametrize("case", ["data", "gradients"])
+    def test_the_peak_does_not_grow_with_the_number_of_windows(
+        self, answer, reference, device, case
+    ):
+        """A window's data are gone when those of the next are made; one micro-batch may be left.
+        So are its gradients, clipped or not."""
         memory.check_peak(
-            memory.of_samples("data", device),
+            memory.of_samples(case, device),
             memory.epoch_of_three_windows,
             *(answer, reference, "peak of three windows above the baseline"),
         )
