@@ -121,7 +121,7 @@ class LossScaler:
            ends the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
         3. A huge but finite gradient is no overflow.
-        4. unscale_ takes less extra memory than two gradients.
+        4. unscale_ takes less extra memory than three gradients.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
@@ -281,4 +281,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 5ecb71de1308
+# untouched stub 3696af6f262b

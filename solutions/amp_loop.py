@@ -108,12 +108,12 @@ def train_step(
         # float() because a float16 loss times a scale of 65536 is infinite. No name for the
         # output: it would live through the backward pass.
         loss = loss_fn(model(inputs).float(), targets)
-    torch.clear_autocast_cache()
 
     # Outside autocast, the caller's too: backward runs each operation in the dtype that its
     # forward had.
     with _outside_autocast(inputs.device.type):
         (loss if scaler is None else scaler.scale(loss)).backward()
+    torch.clear_autocast_cache()  # only now: checkpointed layers have cast once more
     if scaler is not None:
         # Unscale before anything looks at the gradients: scaled ones are 65536 times too long,
         # and clipping those would leave a step of next to nothing.
@@ -224,7 +224,7 @@ class LossScaler:
            ends the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
         3. A huge but finite gradient is no overflow.
-        4. unscale_ takes less extra memory than two gradients.
+        4. unscale_ takes less extra memory than three gradients.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.

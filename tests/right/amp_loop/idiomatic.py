@@ -123,6 +123,7 @@ def train_step(
         with torch.autocast(inputs.device.type, enabled=False):
             (loss if scaler is None else scaler.scale(loss)).backward()
     finally:
+        torch.clear_autocast_cache()  # checkpointed layers have cast once more
         for p, grad in others:
             p.grad = grad
     with_grads = any(p.grad is not None for p in params)

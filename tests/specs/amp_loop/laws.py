@@ -47,6 +47,7 @@ def train_step(w):
     torch.clear_autocast_cache()
     with torch.autocast(w.device.type, enabled=False):
         (scaler.scale(loss) if scaler else loss).backward()
+    torch.clear_autocast_cache()
     if scaler:
         scaler.unscale_(w.optimizer)
     gradients = [p.grad for p in held if p.grad is not None]

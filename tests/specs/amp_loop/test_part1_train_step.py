@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
@@ -25,6 +26,18 @@ def by_hand(w):
     w.model, w.sgd = nn.Linear(1, 1, bias=False), {"lr": 0.25}
     nn.init.constant_(w.model.weight, 3.0)
     w.batches = [(torch.tensor([[1.0], [2.0]]), torch.ones(2, 1))]
+
+
+def inside_their_own(w):
+    """Inside an autocast of the step's own dtype."""
+    twists.inside_autocast(torch.bfloat16 if w.dtype == torch.float32 else w.dtype)(w)
+
+
+class Recomputed(nn.Linear):
+    """Runs again in the backward pass, under the autocast of the forward pass."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class TestPart1TrainStep:
@@ -196,6 +209,8 @@ class TestPart1TrainStep:
         yield "inside float16", twists.inside_autocast(torch.float16)
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
         yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
+        again = insert(lambda: Recomputed(13, 13))
+        yield "a layer that runs again", again, inside_their_own
 
     @pytest.mark.survives("train_step", "untouched")
     @in_each_precision

@@ -196,27 +196,28 @@ class TestPart2LossScaler:
         yield "the defaults", "update()", {}
 
     @pytest.mark.saves("LossScaler", 4)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     @bar(
         "peak of unscale_ above its baseline",
-        "2 x one gradient of eight",
+        "3 x one gradient of eight",
         "gradients are divided into copies, or joined into one long tensor",
     )
-    def test_unscales_in_place(self, device):
-        """Eight gradients of G bytes: a mask of one takes a quarter of G, isfinite() 1.75 G.
+    def test_unscales_in_place(self, device, dtype):
+        """Eight gradients of G bytes: isfinite() of one takes 1.75 G, and 2.5 G in bfloat16.
 
-        Copies of all eight would be 8 G, so the bar is 2 G.
+        Copies of all eight would be 8 G, so the bar is 3 G.
         """
         size = 64 * 1024
 
         def peak(module):
-            params = [nn.Parameter(torch.ones(size, device=device)) for _ in range(8)]
+            params = [nn.Parameter(torch.ones(size, device=device, dtype=dtype)) for _ in range(8)]
             optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
             for p in params:
                 p.grad = torch.full_like(p, 4.0)
             scaler, known = module.LossScaler(), [optimizer, *params, *(p.grad for p in params)]
             return measure(lambda: scaler.unscale_(optimizer), device, known=known).above_baseline
 
-        return peak, 2 * 4 * size, 8 * 4 * size
+        return peak, 3 * dtype.itemsize * size, 8 * dtype.itemsize * size
 
     @pytest.mark.survives("LossScaler", 1)
     @agrees("overflows, or good steps, are kept for all together or for the last one only")
