@@ -271,7 +271,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         contents  the state dict of the model without shards, extra state too: ordinary tensors on
                   the cpu, without padding; a tied one under all its names, with one storage
         returns   on every rank once the file is there; rank 0 writes it
-        memory    ranks other than 0 take at most three times the largest parameter
+        memory    ranks other than 0 take at most three times the largest parameter, padded
         whole     the file is complete or not there; one from before stays until then, if the
                   save is killed, or fails and raises on every rank
 

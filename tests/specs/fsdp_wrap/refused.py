@@ -105,7 +105,7 @@ UNITS = {
     "a block that shares with the root": Bad(["weight"], _changed(_block_and_root)),
     "a module in two blocks": Bad(["norm."], _changed(_a_module_of_two_blocks)),
     "a block that shares with the one inside": Bad(["bias"], _inner_and_outer, BOTH),
-    "a module in a block and the one inside": Bad(["1."], _a_module_of_both, BOTH),
+    "a module in a block and the one inside": Bad(["weight"], _a_module_of_both, BOTH),
 }
 OPTIONS = {
     "a mesh of 8 by 1": Bad([], mesh=(8, 1)),

@@ -73,7 +73,7 @@ class Rich(Model):
         super().__init__(blocks=1, tied=True)
         self.gain = nn.Parameter(torch.ones(1))
         self.scale = torch.full((OUTPUTS,), 2.0)
-        self.register_buffer("seen", torch.tensor([2**40 + 1]))
+        self.register_buffer("seen", torch.tensor(2**40 + 1))
         self.blocks[0].register_buffer("seen", self.seen)
         self.register_buffer("turned", torch.tensor([[1e-60, 2], [3, 4]], dtype=torch.float64).T)
         self.register_buffer("cache", torch.ones(2), persistent=False)

@@ -239,12 +239,13 @@ def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
 
 
 def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
-    """All have gradients, and the optimizer has one parameter only."""
+    """All have gradients, the optimizer has one parameter only, and the model was evaluated."""
     model, _ = small()
     (last,) = (p for name, p in named(model) if "head" in name)
     optimizer = adamw([last])
     optimizer.step()
     answer.save(folder, model, optimizer, 1)
+    evaluate(model)
     answer.load(folder, model, adamw([last]))
     cause = "gradients of before are still there"
     there = [name for name, p in named(model) if p.grad is not None]

@@ -138,6 +138,7 @@ class TestPart4OneFile:
             "no_extra_state": ("_extra_state", {n: v for n, v in state.items() if n[0] != "_"}),
             "more_extra_state": ("head._extra_state", {**state, "head._extra_state": "more"}),
             "a_buffer_of_another_shape": ("scale", {**state, "scale": torch.ones(1)}),
+            "a_row_for_a_number": ("seen", {**state, "seen": state["seen"].view(1)}),
             "another_shape": (name, {**state, name: state[name][:-1].clone()}),
             "the_shape_turned": (name, {**state, name: state[name].T.clone()}),
         }
