@@ -126,19 +126,20 @@ def _window(w: World, window: list[Any]) -> Window:
     return Window(sum(parts), norm, scaler.get_scale() < before)
 
 
-def _own_autocast(w: World) -> AbstractContextManager[None]:
+def _autocast(w: World, *, enabled: bool) -> AbstractContextManager[None]:
     """In 16 bits; in float32 that of the caller stays."""
-    is_ours = w.dtype != torch.float32
-    return torch.autocast(w.device.type, w.dtype) if is_ours else nullcontext()
+    if w.dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(w.device.type, w.dtype, enabled=enabled)
 
 
 def _backward(w: World, inputs: Tensor, targets: Tensor, samples: int) -> Tensor:
     """Add the gradients of these samples' part of the window's mean; the part."""
-    with _own_autocast(w):
+    with _autocast(w, enabled=True):
         output = w.model(inputs)
         loss = w.loss_fn(output if w.dtype == torch.float32 else output.float(), targets)
     part = loss * len(inputs) / samples
-    with nullcontext() if w.dtype == torch.float32 else torch.autocast(w.device.type, enabled=False):
+    with _autocast(w, enabled=False):
         (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
     return part.detach().float()
 

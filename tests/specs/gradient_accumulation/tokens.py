@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kit.laws import draw
 from kit.laws.trace import Probe, World
-from kit.laws.twists import Twist, option, put, refused, trained_before
+from kit.laws.twists import Twist, option, put, refused, stale, trained_before
 from specs.gradient_accumulation import scenarios as of_samples
 from specs.gradient_accumulation.scenarios import Row, Rows, bad, only, repeated, tag
 
@@ -91,7 +91,7 @@ def no_labels(at: int) -> Row:
     """Micro-batch `at` of four has no label."""
     shapes, padding = [*UNEQUAL[:at], (2, 3, 0), *UNEQUAL[at:3]], CLASSES - 1
     chosen = (of(*shapes, ignore_index=padding), option(ignore_index=padding))
-    return (*chosen, masked, tag("no labels"))
+    return (*chosen, masked, stale, tag("no labels"))
 
 
 def rows(one: float, other: float) -> Tensor:
