@@ -1,7 +1,7 @@
 """A memory bar as a spec: how bytes are measured, and the limit that they are held to.
 
 @pytest.mark.saves("unscale_", "memory")
-@bar("peak of unscale_", "2 x one gradient of eight", "gradients are divided into copies")
+@bar("peak of unscale_", "3 x one gradient of eight", "gradients are divided into copies")
 def test_unscales_in_place(self, device):
     size = 4 * 64 * 1024
     return lambda module: peak_of(module, size, device), 2 * size, 8 * size
