@@ -136,13 +136,9 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
-    """The blocks below the root, a block inside another before it, by whatever path."""
-    found = dict[nn.Module, None]()
-    for child in model.children():
-        found |= dict.fromkeys(_blocks(child, block_types))
-        if isinstance(child, block_types):
-            found[child] = None
-    return list(found)
+    """The blocks below the root; one inside another comes before it, as fully_shard asks."""
+    _, *below = model.modules()
+    return [module for module in reversed(below) if isinstance(module, block_types)]
 
 
 def _check_wrap(

@@ -173,7 +173,7 @@ class TestPart4MasterWeights:
     def test_goes_on_from_a_file(self):
         """Masters, moments, and the learning rate that was set meanwhile."""
         new_rate = "optimizer.param_groups[0].update(lr=0.001)"
-        for between in product(("reload()", new_rate), repeat=2):
+        for between in product(("reload()", "zero_grad(); reload()", new_rate), repeat=2):
             script = "; ".join(f"backward(); step(); {call}; backward(-0.5)" for call in between)
             yield f"{between}", f"{script}; step()", ADAM
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader, root_of_the_class
-from specs.fsdp_wrap.shapes import any_names, detached, inside_and_before
+from specs.fsdp_wrap.shapes import any_names, detached
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -100,11 +100,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "values": {"a model of odd sizes": Case(), "kept": Case(wrap=KEPT)},
     "shapes": {
         name: Case(shape, script=("plain",))
-        for name, shape in [
-            *[*SHAPES.items()][1:],
-            ("a block inside another and before it", inside_and_before),
-            ("a detached block", detached),
-        ]
+        for name, shape in [*[*SHAPES.items()][1:], ("a detached block", detached)]
     },
     "meshes": {
         "all ranks": Case(),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
-from kit.ranks.shapes import Outer, Shape
-from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, make
+from kit.ranks.shapes import Shape
+from kit.ranks.toys import FEATURES, WIDTH, Block, make
 
 
 class Tall(nn.Module):
@@ -121,11 +121,3 @@ def any_names() -> Shape:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args, __: (args, shares), with_kwargs=True)
     return model, Told
-
-
-def inside_and_before() -> Shape:
-    """A block that stands at two places: before another one, and in it."""
-    draw.seed(4)
-    around = Outer(WIDTH)
-    first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
-    return nn.Sequential(first, around.inner, around, last), (Block, Outer)

@@ -50,6 +50,7 @@ def save_and_go_on(answer: Any, rank: int, folder: Path, kind: str) -> dict[str,
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # as schedulers do
             group["lr"] = group["lr"] * 0.7
+    evaluate(model)
     answer.save(str(folder), model, optimizer, 2)
     saved = state(model, optimizer)
     return {"saved": saved, "after": [step(model, optimizer, n) for n in (2, 3)]}
