@@ -135,7 +135,7 @@ def recompute(
         TypeError: anything else in `state`.
 
     Details:
-        1. Normalization of every kind counts a batch once.
+        1. Normalization in `state` counts a batch once.
         2. Several calls may precede one backward pass, and two backward passes may follow one call.
         3. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
            make the backward pass raise an error. Other changes in lists and dicts make no
@@ -209,4 +209,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub e47c48ada490
+# untouched stub 5981903dc1e0

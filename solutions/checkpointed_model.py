@@ -201,7 +201,7 @@ def recompute(
         TypeError: anything else in `state`.
 
     Details:
-        1. Normalization of every kind counts a batch once.
+        1. Normalization in `state` counts a batch once.
         2. Several calls may precede one backward pass, and two backward passes may follow one call.
         3. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
            make the backward pass raise an error. Other changes in lists and dicts make no

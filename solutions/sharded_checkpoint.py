@@ -175,7 +175,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         goes on  training continues as if it had not stopped: weights, persistent buffers, extra
                  state, optimizer state and settings, such as learning rates, are those that were
                  saved
-        drops    gradients, of all parameters
+        drops    `grad` of all parameters
         memory   as in `save`, new state included; a mapped file counts whole
 
         >>> step = load("run", model, optimizer)
