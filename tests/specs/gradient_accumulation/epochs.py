@@ -152,8 +152,8 @@ FLOAT32: dict[str, Rows] = {
         "a foreign parameter": (foreign, HALF, tag("foreign")),
         "a gradient that another optimizer will step on": (unused, gradient_of_another, HALF),
         "nothing that is held has a gradient": (nothing_to_train, HALF),
-        **AUTOCAST,
     },
+    "autocast of the caller": AUTOCAST,
     "errors": {
         **failing("model", 4),
         **failing("loss", 5),

@@ -95,6 +95,11 @@ class TestPart3TrainEpoch:
     def test_parameters_without_a_gradient_and_those_of_others_stay(self, answer, device):
         OF_AN_EPOCH.hold(answer, device, "others")
 
+    @pytest.mark.survives("train_epoch", "windows")
+    def test_no_window_trains_with_weights_that_an_autocast_has_kept(self, answer, device):
+        """An autocast of the caller keeps its copies of the weights until it ends, or is told."""
+        OF_AN_EPOCH.hold(answer, device, "autocast of the caller")
+
     @pytest.mark.survives("train_epoch", 2)
     def test_what_is_finished_counts_when_an_error_ends_the_epoch(self, answer, device):
         """And no gradient is left of what is not."""
