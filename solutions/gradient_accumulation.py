@@ -274,7 +274,7 @@ def _window_step(
         skipped = _step(optimizer, scaler)
     finally:
         optimizer.zero_grad()
-    torch.clear_autocast_cache()
+    torch.clear_autocast_cache()  # or an autocast of the caller gives the next window old weights
     return WindowResult(torch.stack(shares).sum(), grad_norm.float(), skipped)
 
 

@@ -171,12 +171,14 @@ def check_raises(
     """Fail unless `call` raises one of `errors` and the message holds every text in `mentions`.
 
     Args:
+        mentions: texts; of a tuple of texts one is enough.
         cause: why it may raise nothing.
     """
     __tracebackhide__ = True
     kinds = errors if isinstance(errors, tuple) else (errors,)
     name = " or ".join(kind.__name__ for kind in kinds)
-    shown = " and ".join(repr(str(text)) for text in mentions)
+    words = [[*map(str, text)] if isinstance(text, tuple) else [str(text)] for text in mentions]
+    shown = " and ".join(" or ".join(map(repr, either)) for either in words)
     expected = f"{name}{f' whose message holds {shown}' if shown else ''}, {when}"
     stream = torch.get_rng_state()
     try:
@@ -190,7 +192,7 @@ def check_raises(
                 got=f"{type(error).__name__}: {_first_line(error)}",
                 cause="the input is not checked before it is used",
             )
-        if not all(str(text) in str(error) for text in mentions):
+        if not all(any(text in str(error) for text in either) for either in words):
             fail(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",

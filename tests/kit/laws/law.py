@@ -227,13 +227,14 @@ class Law:
     ) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in others."""
         fitting = [*suspects(self.kata, self._is_about, group)]
-        tried = dict.fromkeys([first, *mine])
-        few = self._spread()
+        few, more = [first, *mine], list[str]()
         # Where an error has ended the spec, more of them would come from the others.
-        others = [*few, *self.scenarios] if len(mine) == len(self.groups[group]) else []
-        for number, scenario in enumerate(dict.fromkeys([*tried, *others])):
+        if len(mine) == len(self.groups[group]):
+            few, more = [*few, *self._spread()], [*self.scenarios]
+        enough = len({*few})
+        for number, scenario in enumerate(dict.fromkeys([*few, *more])):
             # All others are for two that are still alike.
-            if not fitting or (number >= len(tried) + len(few) and len(fitting) == 1):
+            if not fitting or (number >= enough and len(fitting) == 1):
                 break
             if scenario not in mine:
                 mine[scenario] = self._pattern(answer, scenario, device)

@@ -100,8 +100,9 @@ class TestPart4CheckpointBlocksDetails:
         model = Chain(mixers(3))
         answer.checkpoint_blocks(nn.ModuleList(model.order[n] for n in done), Mixer)
         when = f"for a model of which {len(done)} of 3 blocks have been through it"
-        refused(answer, model, Mixer, ValueError, "", when)  # a class, or a block: both are named
-        refused(answer, copy.deepcopy(model), Mixer, ValueError, "", f"{when}, and a copy")
+        named = ("Mixer", f"tree.{done[0]}")  # the class, or a block
+        refused(answer, model, Mixer, ValueError, named, when)
+        refused(answer, copy.deepcopy(model), Mixer, ValueError, named, f"{when}, and a copy")
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     def test_refuses_a_model_without_such_blocks(self, answer):

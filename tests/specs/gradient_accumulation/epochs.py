@@ -27,6 +27,7 @@ from kit.laws.twists import (
 from specs.gradient_accumulation.scenarios import (
     AUTOCAST,
     BATCH_NORM,
+    IN_AUTOCAST,
     MODES,
     NO_PAIRS,
     NOTHING,
@@ -147,13 +148,16 @@ FLOAT32: dict[str, Rows] = {
     },
     "others": {
         "a parameter without a gradient, clipped": (unused, HALF),
-        "a frozen parameter": (frozen, stale, HALF, tag("frozen")),
+        "a frozen parameter": (frozen, stale, HALF),
         "parameters that are trained in turn": (trained_in_turn,),
         "a foreign parameter": (foreign, HALF, tag("foreign")),
         "a gradient that another optimizer will step on": (unused, gradient_of_another, HALF),
         "nothing that is held has a gradient": (nothing_to_train, HALF),
     },
-    "autocast of the caller": AUTOCAST,
+    "autocast of the caller": {
+        **AUTOCAST,
+        "in bfloat16, inside the caller's autocast": (put(dtype=torch.bfloat16), *IN_AUTOCAST),
+    },
     "errors": {
         **failing("model", 4),
         **failing("loss", 5),

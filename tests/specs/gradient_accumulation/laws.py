@@ -26,6 +26,11 @@ def _clips_an_infinity(want: Trace, w: World) -> bool:
     return "not finite" in w.tags and w.scaler is None and "max_norm" in w.options
 
 
+def _in_float32_inside_autocast(want: Trace, w: World) -> bool:
+    """Whether an epoch in float32 leaves the caller's autocast on, nothing says."""
+    return "the caller's autocast" in w.tags and w.dtype == torch.float32
+
+
 # What was on the way when an error came is nobody's business, nor are gradients of others.
 _ON_THE_WAY = "passes|loss calls|buffers|random|steps taken at"
 FREE = (
@@ -45,8 +50,7 @@ EPOCH_FREE = (
     *FREE,
     (_ON_THE_WAY, lambda _, w: "bad micro-batch" in w.tags),
     ("grad_norm", lambda _, w: "norm beyond float32" in w.tags),
-    # Whether an epoch in float32 leaves the caller's autocast on, and where 16 bits are rounded.
-    ("passes|loss calls|loss|grad_norm", lambda _, w: "the caller's autocast" in w.tags),
+    ("passes|loss calls|loss|grad_norm", _in_float32_inside_autocast),
     # What clipping makes of an infinity that no scaler keeps away from the weights.
     ("gradients at|weights|optimizer state", _clips_an_infinity),
 )
