@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from kit.catalog import ROOT, all_katas
-from selftest.tiny import SOLUTION, House, later, new_folder, result
+from kit.catalog import all_katas
+from selftest.tiny import SOLUTION, House, later, new_folder, repository, result
 from selftest.tiny_answers import answer, in_mean
 from selftest.tiny_timeline import add_lab, add_timeline
 
@@ -127,7 +127,7 @@ def test_a_memory_bar_that_fails_names_the_picture():
 @pytest.mark.parametrize("kata", [k for k in all_katas() if k.has_timeline], ids=lambda k: k.name)
 def test_a_reference_peaks_below_the_plain_way_or_tells_its_peak(kata):
     words = ("timeline", kata.name, "--answers", "solutions", "--json")
-    code, out = House.of(ROOT).desk(*words)
+    code, out = repository().desk(*words)
     assert code == 0, out
     peaks = json.loads(out)["peaks"]
     assert peaks["yours"] == peaks["reference"]

@@ -12,9 +12,9 @@ import pytest
 
 from desk.verdict import part_of
 from kit.answers.catalogue import catalogue as entries
-from kit.catalog import ROOT, Kata, all_katas
+from kit.catalog import Kata, all_katas
 from selftest.test_pictures import is_tested_torch
-from selftest.tiny import House, later, new_folder, result
+from selftest.tiny import later, new_folder, repository, result
 
 KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 
@@ -62,9 +62,8 @@ def catalogue(kata: Kata) -> set[str]:
 def _measure() -> tuple[int, str]:
     """The references' bars, in pytest's own file."""
     file = new_folder() / "saves.xml"
-    home = House.of(ROOT)
     arguments = ("tests/specs", "-m", "saves", "--answers=solutions", "-q", "-p", "no:randomly")
-    code, out = home.run("pytest", *arguments, f"--junitxml={file}")
+    code, out = repository().run("pytest", *arguments, f"--junitxml={file}")
     return code, out if code else str(file)
 
 

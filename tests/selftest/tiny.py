@@ -325,6 +325,12 @@ def house() -> House:
     return home
 
 
+@cache
+def repository() -> House:
+    """This repository itself, with one process for all the commands of the desk."""
+    return House.of(ROOT)
+
+
 def new_folder() -> Path:
     """An empty folder that goes when the tests end."""
     folder = Path(tempfile.mkdtemp(prefix="memory-katas-test-")).resolve()

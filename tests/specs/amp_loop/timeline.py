@@ -12,7 +12,7 @@ from kit.laws import draw
 from kit.laws.toys import mlp, mse
 from kit.memory.account import Account, account
 
-TITLE = "One training step in bfloat16, 6 layers 256 wide, 4,096 samples"
+TITLE = "One training step in bfloat16, 6 layers 128 wide, 2,048 samples"
 
 
 def timeline(answer: ModuleType, reference: ModuleType, device: torch.device) -> dict[str, Account]:
@@ -25,8 +25,8 @@ def timeline(answer: ModuleType, reference: ModuleType, device: torch.device) ->
 
 
 def _step(answer: Any, dtype: torch.dtype, device: torch.device) -> Account:
-    model = mlp(*[256] * 6, 8, device=device)
-    batch = tuple(draw.randn(4096, width, device=device) for width in (256, 8))
+    model = mlp(*[128] * 6, 8, device=device)
+    batch = tuple(draw.randn(2048, width, device=device) for width in (128, 8))
     optimizer = Adam(model.parameters(), foreach=True)
 
     def step() -> None:
