@@ -158,7 +158,8 @@ def train_epoch(
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. The peak is that of `accumulate`, with one window's data, for any number of windows.
+        6. The peak is that of `accumulate`, for any number of windows: one window's data, and at
+           most a micro-batch of the window before.
     """
     raise NotImplementedError
 
@@ -228,4 +229,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub f849ceccded5
+# untouched stub cf5a21ad82c3

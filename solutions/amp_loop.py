@@ -156,14 +156,9 @@ def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
     return stepped
 
 
-def _values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, which may be sparse."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     # In float64: the square of 1e30 is no float32.
-    norms = [torch.linalg.vector_norm(_values(g), dtype=torch.float64) for g in gradients]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     return total
 
@@ -285,7 +280,7 @@ class LossScaler:
             grad.mul_(1.0 / self._scale)
         # The extremes of a tensor are infinite or NaN if any element is, and need no copy; a sum
         # or a norm would overflow by itself. Only `not` waits for the device, once for all.
-        extremes = [x for grad in map(_values, grads) if grad.numel() for x in grad.aminmax()]
+        extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]
         finite = torch.stack(extremes).isfinite().all() if extremes else True
         self._overflow[id(optimizer)] = not finite
 
@@ -508,7 +503,7 @@ class MasterWeights:
                     # Widen first: divided in 16 bits, what the scale has saved would underflow now.
                     master.grad = weight.grad.float() / loss_scale
             grads = [master.grad for master in self.masters if master.grad is not None]
-            if not all(bool(_values(grad).isfinite().all()) for grad in grads):
+            if not all(bool(grad.isfinite().all()) for grad in grads):
                 return False
             self.optimizer.step()
             for weight, master in zip(self._weights, self.masters, strict=True):

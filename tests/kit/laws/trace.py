@@ -188,8 +188,7 @@ class World:
 
 
 def _gradient(leaf: Tensor) -> Tensor | None:
-    """A copy, which is not sparse."""
-    return None if leaf.grad is None else leaf.grad.to_dense().clone()
+    return None if leaf.grad is None else leaf.grad.clone()
 
 
 def _cuda_random_state(device: torch.device) -> list[Tensor]:

@@ -148,18 +148,6 @@ def in_tuples_with_names(w: World) -> None:
     w.after.append(lambda w: vars(w).update(batch=Pair(*w.batches[0])))
 
 
-def sparse(w: World) -> None:
-    """A table of which some rows have a gradient, and one of them two."""
-    table, rows = nn.Parameter(torch.ones(6, 4)), [1, 4, 1]
-    w.extra["table"], w.sgd = table, {"lr": 0.02}
-
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        chosen = F.embedding(torch.tensor(rows, device=out.device), table, sparse=True)
-        return mse(out, y) + chosen.square().sum()
-
-    w.loss = loss
-
-
 def overwritten_loss(w: World) -> None:
     """After the call other numbers are written where the losses were, as a CUDA graph does."""
     inner, after = w.loss, ExitStack()

@@ -45,15 +45,10 @@ def _held_params(optimizer: Optimizer) -> list[Tensor]:
     return list(held.values())
 
 
-def _values(grad: Tensor) -> Tensor:
-    """The numbers of a gradient, to be read or changed in place."""
-    return grad._values() if grad.is_sparse else grad
-
-
 def _any_nonfinite(grads: Iterable[Tensor]) -> bool:
     flags: dict[torch.device, Tensor] = {}
     for grad in grads:
-        flag = _values(grad).isfinite().all().logical_not()
+        flag = grad.isfinite().all().logical_not()
         flags[grad.device] = flags[grad.device] | flag if grad.device in flags else flag
     return any(bool(flag) for flag in flags.values())  # one wait a device
 
@@ -62,8 +57,7 @@ def _norm(grads: list[Tensor], device: torch.device) -> Tensor:
     """The 2-norm over all gradients, in float64: the square of a huge float32 is no float32."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
-        numbers = (grad.coalesce() if grad.is_sparse else grad).detach()
-        norm = torch.linalg.vector_norm(_values(numbers), dtype=torch.float64)
+        norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64)
         total += norm.square().to(device)
     return total.sqrt()
 
@@ -234,7 +228,7 @@ class LossScaler:
         inverse = self._scale.double().reciprocal().float()
         with torch.no_grad():
             for grad in grads:
-                _values(grad).mul_(inverse.to(grad.device))
+                grad.mul_(inverse.to(grad.device))
         self._stages[optimizer] = _Stage.UNSCALED
 
     def step(self, optimizer: Optimizer) -> None:

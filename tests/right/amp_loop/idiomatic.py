@@ -64,18 +64,8 @@ def _check_batch(batch: object) -> None:
         raise ValueError(f"batch has {shapes[0][0]} inputs and {shapes[1][0]} targets")
 
 
-def _grad_values(params: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients, to be read and changed in place; of a sparse one the values."""
-    grads = []
-    for p in params:
-        if p.grad is None:
-            continue
-        if p.grad.is_sparse:
-            p.grad = p.grad.coalesce()
-            grads.append(p.grad._values())
-        else:
-            grads.append(p.grad)
-    return grads
+def _grads(params: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
 
 
 def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
@@ -130,7 +120,7 @@ def train_step(
     if scaler is not None and with_grads:
         scaler.unscale_(optimizer)
 
-    grads = _grad_values(params)
+    grads = _grads(params)
     norm = _total_norm(grads, inputs.device)
     finite = bool(norm.isfinite())
     if max_norm is not None and finite and norm > max_norm:
@@ -221,7 +211,7 @@ class LossScaler:
             raise ValueError("a gradient is torch.float16: do not cast the model, use autocast")
 
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for grad in _grad_values(params):
+        for grad in _grads(params):
             groups[grad.device, grad.dtype].append(grad)
         found = []
         inverse = torch.tensor(self._scale, dtype=torch.float64).reciprocal().float()
@@ -421,7 +411,7 @@ class MasterWeights:
         try:
             for p, master in zip(self._params, self.masters, strict=True):
                 master.grad = None if p.grad is None else p.grad.float().div_(loss_scale)
-            if not all(bool(grad.isfinite().all()) for grad in _grad_values(self.masters)):
+            if not all(bool(grad.isfinite().all()) for grad in _grads(self.masters)):
                 return False
             self.optimizer.step()
             with torch.no_grad():

@@ -91,7 +91,6 @@ class TestPart1TrainStep:
     def test_the_norm_is_over_all_that_the_optimizer_holds(self):
         yield "a group for each parameter", put(groups=True), half
         yield "tied weights", twists.tied, half
-        yield "sparse gradients", twists.sparse, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision

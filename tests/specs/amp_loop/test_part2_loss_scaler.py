@@ -54,16 +54,13 @@ class Side:
     def freeze(self, optimizer):
         held(optimizer)[0].requires_grad_(False)
 
-    def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None, sparse=None):
+    def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None):
         """True gradients of `value`, scaled; `bad` at one of 16 places, none for one parameter."""
         flat = torch.full((sum(self.sizes),), value * self.get_scale(), device=self.device)
         if bad is not None:
             flat[at] = bad
         for n, (p, part) in enumerate(zip(held(optimizer), flat.split(self.sizes), strict=True)):
             p.grad = None if n == missing else part.clone()
-            if n == sparse:  # with each element in two halves, as of a row used twice
-                rows = torch.arange(len(p), device=self.device).repeat(1, 2)
-                p.grad = torch.sparse_coo_tensor(rows, part.repeat(2) / 2, check_invariants=True)
 
     def scaled(self, dtype):
         """A loss of 1.1, scaled, and whether it has a graph."""
@@ -149,8 +146,6 @@ class TestPart2LossScaler:
         """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
         for at, bad in zip(range(sum(SIZES)), cycle((inf, -inf, nan))):
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
-        for bad in (None, inf, nan):
-            yield f"{bad}, sparse", f"backward(a, {bad}, at=2, sparse=0); step(a); update()"
         long = {"sizes": (7, 4, 300_007, 0)}
         yield "inf at the last of many", "backward(a, inf, at=-1); step(a); update()", long
 

@@ -189,10 +189,14 @@ class TestPart2SavedBytes:
 
     @pytest.mark.survives("saved_bytes", 3)
     def test_lets_go_of_the_graph(self, answer, device):
-        """exp saves its own result, whose grad_fn holds what it saved: no cycle may come of it."""
-        x, storages, nodes = leaf(32, device=device), [], []
+        """exp saves its own result, whose grad_fn holds what it saved: no cycle may come of it.
+
+        Another graph is kept by somebody.
+        """
+        x, storages, nodes, auxiliary = leaf(32, device=device), [], [], []
 
         def forward():
+            auxiliary.append(x.sigmoid().sum())
             results = [x.exp(), x.relu(), x.square()]
             storages.extend(ref(y.untyped_storage()) for y in results)
             for y in results:

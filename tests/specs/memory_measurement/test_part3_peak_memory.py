@@ -217,7 +217,7 @@ class TestPart3PeakMemory:
     def test_a_step_may_measure_too(self, answer):
         """4 KiB, then 8 in a measurement inside, then 32 in one that lists too little and fails.
 
-        The 4 are given up at last.
+        The 4 are given up then, and 34 taken.
         """
         kept, inside = [], []
 
@@ -227,10 +227,11 @@ class TestPart3PeakMemory:
             with suppress(ZeroDivisionError):
                 answer.peak_memory(lambda: torch.cat(kept[:1] * 8).dim() / 0, "cpu")
             kept[0].untyped_storage().resize_(0)
+            kept.append(floats(34))
 
         outside = answer.peak_memory(step, "cpu")
         after = answer.peak_memory(lambda: floats(1), "cpu", kept)
-        want = [(0, 44, 8), (0, 8, 8), (8, 9, 0)]
+        want = [(0, 44, 42), (0, 8, 8), (42, 43, 0)]
         got = [tuple(n // KIB for n in reading) for reading in (outside, *inside, after)]
         cause = "one measurement knows what another has seen"
         check_equal(got, want, "KiB outside, inside and afterwards", cause=cause)
