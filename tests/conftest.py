@@ -32,6 +32,7 @@ from kit.answers.reset_torch import reset_torch
 from kit.answers.stubs import is_untouched
 from kit.catalog import find_kata
 from kit.laws import checks, draw, untouched
+from kit.laws.suspects import note_passed
 from kit.memory import gpu
 from kit.patience import Patience, family
 from kit.private_torch import put_off_dynamo
@@ -140,7 +141,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     __tracebackhide__ = True
     answer = _answer_of(pyfuncitem)
     if answer is None or answer.kind not in ("stubs", "mistakes"):
-        return (yield)
+        result = yield
+        if answer:
+            note_passed(answer.path, _spec_of(pyfuncitem))
+        return result
     try:
         yield
     except Exception as error:

@@ -16,7 +16,7 @@ from kit.catalog import ROOT, Kata, all_katas
 from selftest.terminal import KEYS, Terminal
 from selftest.tiny import House, new_folder
 
-ROUNDS = 30
+ROUNDS = 12
 KATAS = all_katas()
 
 pytestmark = pytest.mark.timeout(600)
@@ -39,7 +39,7 @@ def watch(kata: Kata) -> Iterator[Terminal]:
 def _copy() -> House:
     home = House(new_folder())
     for folder in ("katas", "solutions", "tests"):
-        skip = shutil.ignore_patterns("__pycache__", "mistakes", "right", "selftest", "bench")
+        skip = shutil.ignore_patterns("__pycache__", "right", "selftest", "bench")
         shutil.copytree(ROOT / folder, home.root / folder, ignore=skip, dirs_exist_ok=True)
     (home.root / "tmp").mkdir()
     return home

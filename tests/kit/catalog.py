@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,8 +112,12 @@ class Kata:
 
 def all_katas() -> list[Kata]:
     """Every kata in teaching order."""
-    rows = tomllib.loads((ROOT / "katas" / "katas.toml").read_text(encoding="utf-8"))
-    return [_kata(name, **row) for name, row in rows.items()]
+    return [*_katas((ROOT / "katas" / "katas.toml").read_text(encoding="utf-8"))]
+
+
+@cache  # it is asked for at each spec
+def _katas(text: str) -> tuple[Kata, ...]:
+    return tuple(_kata(name, **row) for name, row in tomllib.loads(text).items())
 
 
 def _kata(

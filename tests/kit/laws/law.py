@@ -24,12 +24,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.answers.catalogue import Entry
 from kit.laws.checks import SpecFailure, fail
 from kit.laws.compare import NEAR, same
 from kit.laws.differences import shown
 from kit.laws.scenarios import as_spec
-from kit.laws.suspects import Import, suspects
+from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import (
     MEANINGS,
     Planted,
@@ -226,7 +225,7 @@ class Law:
         mine: dict[str, Pattern],
     ) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in others."""
-        fitting = [*suspects(self.kata, self._is_about, group)]
+        fitting = self._suspects(answer)
         few, more = [first, *mine], list[str]()
         # Where an error has ended the spec, more of them would come from the others.
         if len(mine) == len(self.groups[group]):
@@ -238,32 +237,27 @@ class Law:
                 break
             if scenario not in mine:
                 mine[scenario] = self._pattern(answer, scenario, device)
-            fitting = [
-                (belief, import_it)
-                for belief, import_it in fitting
-                if same(mine[scenario], self._guess(belief, import_it, scenario, device))
-            ]
-        return fitting[0][0] if fitting else None
+            fitting = [s for s in fitting if same(mine[scenario], self._guess(s, scenario, device))]
+        return fitting[0].belief if fitting else None
+
+    def _suspects(self, answer: ModuleType) -> list[Suspect]:
+        return [*suspects(self.kata, answer, self.function)]
 
     def _spread(self) -> list[str]:
         """Seven scenarios or so, from all over."""
         return [*self.scenarios][:: 1 + len(self.scenarios) // 7]
 
-    def _guess(
-        self, belief: str, import_it: Import, scenario: str, device: torch.device
-    ) -> Pattern:
-        """The pattern of a mistake; it is imported once, which takes longer than a scenario."""
-        if (belief, scenario) not in self._guesses:
-            if belief not in self._mistakes:
-                self._mistakes[belief] = import_it()
-            pattern = self._pattern(self._mistakes[belief], scenario, device)
-            self._guesses[belief, scenario] = pattern
-        return self._guesses[belief, scenario]
+    def _guess(self, suspect: Suspect, scenario: str, device: torch.device) -> Pattern:
+        """The pattern of a mistake; it is imported once, which takes as long as a scenario."""
+        name = suspect.entry.name
+        if (name, scenario) not in self._guesses:
+            if name not in self._mistakes:
+                self._mistakes[name] = self._load(suspect)
+            self._guesses[name, scenario] = self._pattern(self._mistakes[name], scenario, device)
+        return self._guesses[name, scenario]
 
-    def _is_about(self, mistake: Entry) -> bool:
-        """Whether it is in the function, or in a helper."""
-        scopes = {hunk.scope for hunk in mistake.hunks}
-        return any(scope == self.function or scope.startswith("_") for scope in scopes)
+    def _load(self, suspect: Suspect) -> ModuleType | None:
+        return suspect.load()
 
     def _pattern(self, module: ModuleType | None, scenario: str, device: torch.device) -> Pattern:
         """What is otherwise where an answer runs; None if the call cannot be compared."""

@@ -116,7 +116,7 @@ def _hold(
     got, want = given[broken[0]]
     believed = computed(got, want)
     if believed is None and error is None:
-        believed = _believed(given, device, judge, worlds)
+        believed = _believed(answer, given, device, judge, worlds)
     where = f"; {len(broken)} of {len(given)} scenarios" if len(given) > 1 else ""
     fitting = {believed: got} if believed else {}
     check_equal(got, want, f"{what} ({broken[0]}{where})", cause=cause, suspects=fitting)
@@ -142,15 +142,16 @@ def _made_on(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else device
 
 
-def _believed(given: Given, device: torch.device, judge: Judge, worlds: Worlds) -> str | None:
+def _believed(
+    answer: ModuleType, given: Given, device: torch.device, judge: Judge, worlds: Worlds
+) -> str | None:
     """The mistake that this spec must catch and that gives just what the answer has given."""
-    path, *_, test = os.environ["PYTEST_CURRENT_TEST"].partition(" (")[0].split("::")
-    kata, spec = Path(path).parent.name, test.partition("[")[0]
+    kata = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).parent.name
     mine = [got for got, _ in given.values()]
-    for belief, import_it in suspects(kata, lambda e: e.spec == spec):
-        mistake = import_it()
+    for suspect in suspects(kata, answer):
+        mistake = suspect.load()
         if mistake and _gives(mistake, mine, device, judge, worlds):
-            return belief
+            return suspect.belief
     return None
 
 

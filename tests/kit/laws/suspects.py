@@ -2,47 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from kit.answers.catalogue import Entry
-from kit.answers.loading import Answer, load, sources
+from kit.answers.catalogue import Entry, catalogue
+from kit.answers.edits import helpers, load_edited
+from kit.answers.loading import load, sources
 from kit.catalog import find_kata
 
-Import = Callable[[], ModuleType | None]
+_passed: dict[str, set[str]] = {}  # the specs that an answer has passed, by its file
 
 
-def suspects(
-    kata: str, wanted: Callable[[Entry], bool], spec: str = ""
-) -> Iterator[tuple[str, Import]]:
-    """What a mistake does and the belief behind it, in words, and how it is imported afresh.
+@dataclass(frozen=True)
+class Suspect:
+    """A mistake that may be the cause of a failure."""
 
-    Those come first that this spec must catch: it is one of them more often than not.
+    entry: Entry
+    reference: Path
 
-    An answer may remember what was done with it, so one that was used before is another answer. One
-    that cannot be imported is None: the proof complains of it, not a verdict.
+    @property
+    def belief(self) -> str:
+        """What it does and the belief behind it, in words."""
+        # The belief may sound right, so it must not read as what the judge believes.
+        return f'{self.entry.name.replace("_", " ")}. Perhaps you thought: "{self.entry.belief}"'
+
+    def load(self, *, as_file: bool = False) -> ModuleType | None:
+        """A new module, since an answer may remember what was done with it; ranks need a file.
+
+        None if it cannot be imported: the proof complains of that, not a verdict.
+        """
+        try:
+            if not as_file:
+                return load_edited(self.reference, self.entry)
+            answers = sources(find_kata(self.reference.stem), "mistakes")
+            return next(load(a.path) for a in answers if a.mistake is self.entry)
+        except Exception:
+            return None
+
+
+def note_passed(file: Path, spec: str) -> None:
+    """An answer has passed a spec, name[case]: no mistake that it must catch is in there."""
+    _passed.setdefault(str(file), set()).update((spec, spec.partition("[")[0]))
+
+
+def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[Suspect]:
+    """The mistakes that the spec under way must catch, and then others in a function.
+
+    Those come first: it is one of them more often than not. What a spec must catch that the answer
+    has passed is left out.
     """
-    answers = _mistakes(kata)
-    for answer in sorted(answers, key=lambda a: not (a.mistake and a.mistake.spec == spec)):
-        entry = answer.mistake
-        if entry and wanted(entry):
-            # The belief may sound right, so it must not read as what the judge believes.
-            words = f'{entry.name.replace("_", " ")}. Perhaps you thought: "{entry.belief}"'
-            yield words, partial(_imported, answer.path)
-
-
-@cache
-def _mistakes(kata: str) -> list[Answer]:
+    spec = current_spec()
+    passed = _passed.get(str(answer.__file__), set())
     try:
-        return sources(find_kata(kata), "mistakes")
+        reference, entries = find_kata(kata).solution, catalogue(find_kata(kata))[0]
+        used = helpers(reference.read_text(encoding="utf-8"), function)
     except (OSError, ValueError):
-        return []
+        return
+    for entry in sorted(entries, key=lambda entry: entry.spec != spec):
+        places = {hunk.scope.partition(".")[0] for hunk in entry.hunks}
+        if (entry.spec == spec or used & places) and entry.caught_by not in passed:
+            yield Suspect(entry, reference)
 
 
-def _imported(path: Path) -> ModuleType | None:
-    try:
-        return load(path)
-    except Exception:
-        return None
+def current_spec() -> str:
+    """The name of the spec under way."""
+    return os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].partition(" ")[0].partition("[")[0]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from kit.answers.catalogue import Entry
 from kit.laws.law import Law
 from kit.laws.trace import Trace, World
 from specs.gradient_accumulation import oracle
@@ -110,21 +109,9 @@ def _epoch(answer: ModuleType, w: World) -> Any:
     return answer.train_epoch(w.model, oracle.data(w), w.loss_fn, w.optimizer, **given, **w.options)
 
 
-class WindowLaw(Law):
-    """Of the mistakes in helpers only those of its own can be seen."""
-
-    def _is_about(self, mistake: Entry) -> bool:
-        helpers = {
-            "accumulate": ("_count_samples", "_pair"),
-            "accumulate_tokens": ("_count_tokens", "_pair", "_sum_over_tokens"),
-            "train_epoch": ("_count_samples", "_window_step", "_output", "_step", "_check_epoch"),
-        }
-        return any(hunk.scope in (self.function, *helpers[self.function]) for hunk in mistake.hunks)
-
-
 def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: Any) -> Law:
     found = _clauses(*clauses)
-    return WindowLaw(
+    return Law(
         *("gradient_accumulation", oracle_of.__name__),
         lambda answer, w: oracle.retried(partial(call, answer, w), w),
         lambda w: oracle.retried(partial(oracle_of, w), w),

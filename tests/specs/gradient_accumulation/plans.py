@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kit.answers.catalogue import Entry
 from kit.laws.law import Law
+from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import PlantedInterrupt, Trace, World, observe
 from kit.laws.twists import Twist, fails, foreign, stale, trained_before, unused
 from specs.gradient_accumulation import oracle
@@ -167,11 +166,13 @@ class RankLaw(Law):
             self._right[scenario] = _side_by_side(rows, tags)
         return self._right[scenario]
 
-    def _is_about(self, mistake: Entry) -> bool:
+    def _suspects(self, answer: ModuleType) -> list[Suspect]:
         """Only what this spec must catch, and nothing that hangs: each takes a run on the ranks."""
-        spec = os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].partition(" ")[0]
-        hangs = "waits in a collective" in mistake.says
-        return mistake.caught_by == spec.partition("[")[0] and not hangs
+        found = suspects(self.kata, answer)
+        return [s for s in found if "waits in a collective" not in s.entry.says]
+
+    def _load(self, suspect: Suspect) -> ModuleType | None:
+        return suspect.load(as_file=True)
 
 
 def _right(name: str, rank: int) -> Trace:
