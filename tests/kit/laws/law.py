@@ -16,7 +16,7 @@ tried, that mistake is the cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -225,23 +225,26 @@ class Law:
         mine: dict[str, Pattern],
     ) -> str | None:
         """The known mistake that would be seen just so, in this scenario and in others."""
-        fitting = self._suspects(answer)
         few, more = [first, *mine], list[str]()
         # Where an error has ended the spec, more of them would come from the others.
         if len(mine) == len(self.groups[group]):
             few, more = [*few, *self._spread()], [*self.scenarios]
         enough = len({*few})
-        for number, scenario in enumerate(dict.fromkeys([*few, *more])):
-            # All others are for two that are still alike.
-            if not fitting or (number >= enough and len(fitting) == 1):
-                break
-            if scenario not in mine:
-                mine[scenario] = self._pattern(answer, scenario, device)
-            fitting = [s for s in fitting if same(mine[scenario], self._guess(s, scenario, device))]
-        return fitting[0].belief if fitting else None
+        for fitting in self._suspects(answer):
+            for number, scenario in enumerate(dict.fromkeys([*few, *more])):
+                # All others are for two that are still alike.
+                if not fitting or (number >= enough and len(fitting) == 1):
+                    break
+                if scenario not in mine:
+                    mine[scenario] = self._pattern(answer, scenario, device)
+                want = mine[scenario]
+                fitting = [s for s in fitting if same(want, self._guess(s, scenario, device))]
+            if fitting:
+                return fitting[0].belief
+        return None
 
-    def _suspects(self, answer: ModuleType) -> list[Suspect]:
-        return [*suspects(self.kata, answer, self.function)]
+    def _suspects(self, answer: ModuleType) -> Iterator[list[Suspect]]:
+        return suspects(self.kata, answer, self.function)
 
     def _spread(self) -> list[str]:
         """Seven scenarios or so, from all over."""

@@ -48,25 +48,28 @@ def note_passed(file: Path, spec: str) -> None:
     _passed.setdefault(str(file), set()).update((spec, spec.partition("[")[0]))
 
 
-def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[Suspect]:
+def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list[Suspect]]:
     """The mistakes that the spec under way must catch, and then others in a function.
 
-    Those come first: it is one of them more often than not. What a spec must catch that the answer
-    has passed is left out.
+    It is one of the first more often than not, and then nobody need look at the others. What a spec
+    must catch that the answer has passed is left out.
     """
-    spec = current_spec()
-    passed = _passed.get(str(answer.__file__), set())
+    spec = _current_spec()
+    passed = _passed.get(str(getattr(answer, "__file__", "")), set())
     try:
         reference, entries = find_kata(kata).solution, catalogue(find_kata(kata))[0]
         used = helpers(reference.read_text(encoding="utf-8"), function)
     except (OSError, ValueError):
         return
-    for entry in sorted(entries, key=lambda entry: entry.spec != spec):
-        places = {hunk.scope.partition(".")[0] for hunk in entry.hunks}
-        if (entry.spec == spec or used & places) and entry.caught_by not in passed:
-            yield Suspect(entry, reference)
+    open_ones = [entry for entry in entries if entry.caught_by not in passed]
+    yield [Suspect(entry, reference) for entry in open_ones if entry.spec == spec]
+    yield [
+        Suspect(entry, reference)
+        for entry in open_ones
+        if entry.spec != spec and used & {hunk.scope.partition(".")[0] for hunk in entry.hunks}
+    ]
 
 
-def current_spec() -> str:
+def _current_spec() -> str:
     """The name of the spec under way."""
     return os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].partition(" ")[0].partition("[")[0]
