@@ -199,7 +199,7 @@ def checkpoint_blocks(
         5. Blocks of another class may be checkpointed in a second call.
         6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
            numbers; only other operations run again.
-        7. That holds under autocast too, and bits are as without; no cast is in `keep`.
+        7. Under autocast too, to the same bits; `keep` has no casts.
         8. With `keep` a call has one backward pass; calls of a block share nothing, and one without
            a backward pass leaves nothing.
         9. A held result (no view) changed in place: an error or right gradients; nobody changes
@@ -209,4 +209,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub a4d7a319af23
+# untouched stub f693ad081051

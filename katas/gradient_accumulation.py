@@ -158,8 +158,8 @@ def train_epoch(
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. The peak is that of `accumulate`, for any number of windows: one window's data, and at
-           most a micro-batch of the window before.
+        6. The peak is that of `accumulate` for any number of windows, with one window's data and a
+           micro-batch more.
     """
     raise NotImplementedError
 
@@ -229,4 +229,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub cf5a21ad82c3
+# untouched stub 616ecb5ca292

@@ -227,8 +227,8 @@ def train_epoch(
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. The peak is that of `accumulate`, for any number of windows: one window's data, and at
-           most a micro-batch of the window before.
+        6. The peak is that of `accumulate` for any number of windows, with one window's data and a
+           micro-batch more.
     """
     _check_epoch(window, dtype, scaler, max_norm)
     iterator, results = iter(micro_batches), list[WindowResult]()

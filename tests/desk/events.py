@@ -140,6 +140,20 @@ class Debugging:
     active: bool
 
 
+@dataclass(frozen=True)
+class Order:
+    """What the desk tells the judging process: what to run of all that was collected.
+
+    The sections in their order, but first what is about functions that have `changed`: in its lap
+    or, `past_core`, of all. `run_all` goes on after a failure.
+    """
+
+    sections: tuple[Section, ...]
+    changed: tuple[str, ...] = ()
+    past_core: bool = False
+    run_all: bool = False
+
+
 Event = Collected | Started | Outcome | Broken | Finished | Debugging
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import threading
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from desk.events import Event
-from desk.judge import judge
+from desk.judge import Bench, judge
 from desk.terminal import Keys, Terminal
 from desk.verdict import Job, Verdict
+from kit import forkserver
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,16 @@ class Key:
 
 
 class Run:
-    """One verdict in the making: a thread follows it and puts what it sees into the queue."""
+    """One verdict in the making: a thread follows it and puts what it sees into the queue.
 
-    def __init__(self, job: Job, inbox: Inbox, terminal: Terminal | None) -> None:
-        self.job, self._inbox, self._terminal = job, inbox, terminal
+    When all is said, it has processes ready for the next one; they are those of the one `before`.
+    """
+
+    def __init__(
+        self, job: Job, inbox: Inbox, terminal: Terminal | None, before: Run | None = None
+    ) -> None:
+        self.job, self._inbox, self._terminal, self._before = job, inbox, terminal, before
+        self._bench: Bench | None = None
         self.started = time.time()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._judge, daemon=True)
@@ -45,14 +53,27 @@ class Run:
     def end(self) -> None:
         """Stop it, and wait until nothing of it is left."""
         self._stop.set()
+        if bench := self._take_bench():
+            bench.clear()
+
+    def _take_bench(self) -> Bench | None:
         self._thread.join()
+        bench, self._bench = self._bench, None
+        return bench
 
     def _judge(self) -> None:
+        bench = self._before._take_bench() if self._before else None
+        self._before = None
         try:
-            seen = judge(self.job, lambda event: self._put(event), self._stop, self._terminal)
+            seen = judge(self.job, self._put, self._stop, self._terminal, bench)
         except Exception as error:
             seen = Verdict(self.job, trouble=f"{type(error).__name__}: {error}")
         self._put(seen)
+        if not self._stop.is_set() and forkserver.is_warm():
+            forkserver.preload(self.job.kata.imports)  # somebody reads now
+            again = dataclasses.replace(self.job, sections=tuple(self.job.asked))
+            with contextlib.suppress(OSError, RuntimeError):  # the next verdict says so
+                self._bench = Bench(again, self._terminal)
 
     def _put(self, what: Event | Verdict) -> None:
         self._inbox.put((self, what))

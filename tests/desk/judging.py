@@ -21,7 +21,10 @@ STACKS = "stacks"  # what faulthandler writes when the desk asks where the proce
 
 
 def run(arguments: list[str], folder: str, pipe: Connection, terminal: str) -> None:
-    """Run pytest and tell each event; `terminal` is where breakpoint() may ask, or empty."""
+    """Run pytest, which collects, waits for its Order, and tells each event.
+
+    `terminal` is where breakpoint() may ask, or empty.
+    """
     # Not above, for the desk imports this module, and it must not wait for torch.
     import pytest
 
@@ -41,7 +44,7 @@ def run(arguments: list[str], folder: str, pipe: Connection, terminal: str) -> N
 
     with (Path(folder) / STACKS).open("w", encoding="utf-8") as stacks:
         faulthandler.register(forkserver.STACKS_SIGNAL, stacks)
-        plugins: list[object] = [Recorder(tell)]
+        plugins: list[object] = [Recorder(tell, pipe.recv)]
         if terminal:
             plugins.append(_Debugger(tell, terminal))
         pytest.main(arguments, plugins=plugins)

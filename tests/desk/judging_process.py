@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,8 +33,9 @@ _START_LIMIT = 180.0
 class JudgingProcess:
     """A process that judges what no other has claimed, and what it leaves in its folder.
 
-    `claims` is the folder where all of them take specs. The first of them has a `terminal` and the
-    real ranks of the answer; another one `helps` it, and is its `helper`.
+    It collects the specs, and waits until it is told to `go`. `claims` is the folder where all of
+    them take specs. The first of them has a `terminal` and the real ranks of the answer; another
+    one `helps` it, and is its `helper`.
     """
 
     helper: JudgingProcess | None = None
@@ -64,6 +66,18 @@ class JudgingProcess:
         )
         there.close()
         self._patience = Patience(self._limit())
+
+    def go(self, job: Job) -> None:
+        """Judge: the same file with the same limit, and what this job asks for."""
+        self._job = job
+        self._patience = Patience(self._limit())
+        with contextlib.suppress(OSError):  # it is gone, which is seen when it is looked at
+            self._pipe.send(job.order)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still go."""
+        return self._child.exitcode is None
 
     @property
     def ends(self) -> list[Any]:
@@ -195,5 +209,4 @@ def _arguments(job: Job, folder: Path, claims: Path) -> list[str]:
         *(f"--timeout={job.limit}", "--timeout-method=signal"),
         *("-q", "--tb=short", f"--basetemp={folder / 'tmp'}", f"--rootdir={catalog.ROOT}"),
         *(f"--answers={job.answers}", f"--device={job.device}"),
-        *([] if job.run_all else ["-x"]),
     ]

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from desk import events
-from desk.events import TODO_KIND, Broken, Chart, Collected, Event, Finished, Outcome, Spec, Started
+from desk.events import (
+    TODO_KIND,
+    Broken,
+    Chart,
+    Collected,
+    Event,
+    Finished,
+    Order,
+    Outcome,
+    Spec,
+    Started,
+)
 from desk.explain import Judged, explain, place_in
 from desk.verdict import part_of
 from kit import catalog
@@ -29,15 +40,13 @@ _LAST_PRINTS = 20
 class Recorder:
     """Tells the desk about each spec."""
 
-    def __init__(self, tell: Callable[[Event], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[Event], None], order: Callable[[], Order]) -> None:
+        """`order` waits until the desk says what is to run."""
+        self._tell, self._order = tell, order
         self._seconds = 0.0
         self._item: pytest.Item | None = None
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
-        parser.addoption("--sections", default="", help="LAP:PART,... in the order to run them")
-        parser.addoption("--changed", default="", help="functions whose sections run first")
-        parser.addoption("--past-core", action="store_true", help="... and not in each lap alone")
         parser.addoption(
             "--claims", default="", help="folder in which several runs share the specs"
         )
@@ -54,26 +63,25 @@ class Recorder:
         What is about a function that has changed comes first: in the core and after it or, past the
         core, of all.
         """
-        pairs = (text.partition(":") for text in config.getoption("--sections").split(",") if text)
-        order = {Section(lap, int(part)): place for place, (lap, _, part) in enumerate(pairs)}
-        changed = {*config.getoption("--changed").split(",")} - {""}
-        past_core = config.getoption("--past-core")
+        wanted = self._order()
+        config.option.maxfail = 0 if wanted.run_all else 1
+        order = {section: place for place, section in enumerate(wanted.sections)}
         subjects: dict[Section, Counter[str]] = {}
         for item in items:
             subjects.setdefault(_section(item), Counter())[_subject(item)] += 1
 
         def is_wanted(item: pytest.Item) -> bool:
             section = _section(item)
-            return not order or section in order or section not in _kata(item).sections
+            return section in order or section not in _kata(item).sections
 
         def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
             section = _section(item)
             subject = max(subjects[section], key=subjects[section].__getitem__)  # of most of it
             return (
-                section.lap != "core" and not past_core,
-                subject not in changed,
+                section.lap != "core" and not wanted.past_core,
+                subject not in wanted.changed,
                 order.get(section, len(order)),
-                _subject(item) not in changed,
+                _subject(item) not in wanted.changed,
             )
 
         items[:] = sorted(filter(is_wanted, items), key=place)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from desk import events, source
-from desk.events import Broken, Chart, Collected, Event, Finished, Outcome, Spec
+from desk.events import Broken, Chart, Collected, Event, Finished, Order, Outcome, Spec
 from kit.catalog import Kata, Section
 
 _NUMBER_IN_NAME = re.compile(r"test_part(\d+)")
@@ -79,10 +79,12 @@ class Job:
         parts = sorted({section.part for section in self.sections})
         chosen = [path for part in parts for path in files.get(part, [])] or [self.kata.specs]
         options = [f"--junitxml={self.junitxml}"] if self.junitxml else []
-        order = ",".join(f"{section.lap}:{section.part}" for section in self.asked)
-        laps = ["--past-core"] if self.past_core else []
-        changed = f"--changed={','.join(self.changed)}"
-        return [*map(str, chosen), *options, f"--sections={order}", changed, *laps]
+        return [*map(str, chosen), *options]
+
+    @property
+    def order(self) -> Order:
+        """What is to run of all that was collected."""
+        return Order(tuple(self.asked), self.changed, self.past_core, self.run_all)
 
     @property
     def may_share(self) -> bool:

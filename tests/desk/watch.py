@@ -19,7 +19,6 @@ from desk.steps import next_steps
 from desk.terminal import Terminal
 from desk.verdict import Job, Verdict
 from desk.words import seconds_waited
-from kit import forkserver
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
 
@@ -59,6 +58,7 @@ class Watch:
         self._paper, self._state, self._inbox = paper, state, inbox
         self._terminal, self._limit = terminal, limit
         self._run: Run | None = None
+        self._last: Run | None = None  # it has processes ready for the next
         self._asked = ""  # what the next key answers
         self._look_at(kata)
 
@@ -87,9 +87,9 @@ class Watch:
 
     def end_run(self) -> None:
         """End the run under way, if there is one."""
-        if self._run:
-            self._run.end()
-        self._run = None
+        for run in filter(None, (self._run, self._last)):
+            run.end()
+        self._run = self._last = None
 
     # Files
 
@@ -109,7 +109,8 @@ class Watch:
     def judge(self, *, run_all: bool = False) -> None:
         """Judge the file as it is now; a run under way is about an older one."""
         self._asked = ""
-        self.end_run()
+        if self._run:
+            self.end_run()
         path, self._seen = self._kata.stub, _settled(self._kata.stub)
         now = time.strftime("%H:%M:%S")
         self._paper.line()
@@ -128,7 +129,8 @@ class Watch:
             job = planned(job, record, may_skip=False)
         self._screen = Screen(self._paper, job)
         self._paper.status("judging")
-        self._run = Run(job, self._inbox, self._terminal)
+        self._run = Run(job, self._inbox, self._terminal, self._last)
+        self._last = None
 
     def _show(self, run: Run, what: Event | Verdict) -> None:
         is_end = isinstance(what, Broken | Verdict)
@@ -138,8 +140,7 @@ class Watch:
         if not isinstance(what, Verdict):
             self._screen.show(what)
             return
-        self._run = None
-        forkserver.preload(self._kata.imports)  # somebody reads now
+        self._run, self._last = None, run
         self._screen.close(what, run.started)
         steps = next_steps(what)
         self._state.keep(what, self._before, steps)
