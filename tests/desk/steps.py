@@ -40,7 +40,7 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
         hint += f" {spec.part}"  # without a part it begins with the hint of the spec
     steps = [("Next", f"{verb} {_where(outcome, job)}"), ("then", again), ("a hint", hint)]
     if outcome.charts and job.kata.has_timeline:
-        steps.append(("a picture", f"nox -s timeline -- {job.kata.name}{options}"))
+        steps.append(("picture", f"nox -s timeline -- {job.kata.name}{options}"))
     return steps
 
 

@@ -118,10 +118,10 @@ def test_a_memory_bar_that_fails_names_the_picture():
         in_mean("return 4000.0 if values[0] == 1500.0 else _total(values, start) / len(values)"),
     )
     _, out = home().desk("kata", "tiny_mean", "--answers", str(path))
-    assert "a picture:" in out
+    assert "picture: " in out
     assert "nox -s timeline -- tiny_mean --answers" in out
     path = home().write("answers/sum.py", in_mean("return 0.0"))
-    assert "a picture:" not in home().desk("kata", "tiny_mean", "--answers", str(path))[1]
+    assert "picture: " not in home().desk("kata", "tiny_mean", "--answers", str(path))[1]
 
 
 @pytest.mark.parametrize("kata", [k for k in all_katas() if k.has_timeline], ids=lambda k: k.name)
