@@ -37,8 +37,11 @@ class Key:
 class Run:
     """One verdict in the making: a thread follows it and puts what it sees into the queue.
 
-    When all is said, it has processes ready for the next one; they are those of the one `before`.
+    It ends the run `before`, if that is still under way, and else goes on with the processes that
+    the other has got ready for it.
     """
+
+    is_shown = False  # whether somebody has read the verdict
 
     def __init__(
         self, job: Job, inbox: Inbox, terminal: Terminal | None, before: Run | None = None
@@ -52,17 +55,16 @@ class Run:
 
     def end(self) -> None:
         """Stop it, and wait until nothing of it is left."""
-        self._stop.set()
-        if bench := self._take_bench():
+        if bench := self._hand_over():
             bench.clear()
 
-    def _take_bench(self) -> Bench | None:
+    def _hand_over(self) -> Bench | None:
+        self._stop.set()
         self._thread.join()
-        bench, self._bench = self._bench, None
-        return bench
+        return self._bench
 
     def _judge(self) -> None:
-        bench = self._before._take_bench() if self._before else None
+        bench = self._before._hand_over() if self._before else None
         self._before = None
         try:
             seen = judge(self.job, self._put, self._stop, self._terminal, bench)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
-from desk import events, source
+from desk import events, source, state
 from desk.events import Broken, Collected, Debugging, Event, Finished, Outcome, Spec
 from desk.judging_process import JudgingProcess
 from desk.terminal import Terminal, own_terminal
@@ -46,13 +46,8 @@ def judge(
     try:
         if problem:
             tell(Broken(problem))
-        elif forkserver.wait_until_warm(stop.is_set):
-            forkserver.preload(source.imports(job.kata.solution))  # once, and not in each fork
-            if not bench or not bench.fits(job):
-                bench = _replaced(bench, job, terminal or own_terminal())
-            verdict.trouble = _Run(job, tell, bench.processes).follow(stop)
-    except RuntimeError as error:
-        verdict.trouble = str(error)
+        else:
+            verdict.trouble = _run(job, tell, stop, terminal or own_terminal(), bench)
     finally:
         if bench:
             bench.clear()
@@ -60,10 +55,27 @@ def judge(
     return verdict
 
 
-def _replaced(bench: Bench | None, job: Job, terminal: Terminal | None) -> Bench:
-    if bench:
+def _run(
+    job: Job,
+    tell: Callable[[Event], None],
+    stop: threading.Event,
+    terminal: Terminal | None,
+    bench: Bench | None,
+) -> str:
+    try:
+        if not forkserver.wait_until_warm(stop.is_set):
+            return ""
+    except RuntimeError as error:
+        return str(error)
+    forkserver.preload(source.imports(job.kata.solution))  # once, and not in each fork
+    if bench and not bench.fits(job):
         bench.clear()
-    return Bench(job, terminal)
+        bench = None
+    bench = bench or Bench(job, terminal)
+    try:
+        return _Run(job, tell, bench.processes).follow(stop)
+    finally:
+        bench.clear()
 
 
 class Bench:
@@ -96,15 +108,15 @@ class Bench:
         return _about(job) == self._about and all(process.is_alive for process in self.processes)
 
     def clear(self) -> None:
-        """End the processes and everything that they have started."""
-        for process in self.processes:
-            process.kill()
+        """End the processes and everything that they have started, if it is not done yet."""
+        while self.processes:
+            self.processes.pop().kill()
         self._folder.cleanup()
 
 
 def _about(job: Job) -> tuple[object, ...]:
     """What a process must know to collect; somebody may change a spec meanwhile."""
-    specs = sorted((path, path.stat().st_mtime_ns) for path in job.kata.specs.glob("*.py"))
+    specs = state.digest_of_specs(job.kata)
     return (job.arguments, job.answers, job.device, job.limit, job.may_share, specs)
 
 

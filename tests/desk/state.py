@@ -237,14 +237,19 @@ def _passed(data: dict[str, Any]) -> Passed:
 
 
 def _judge_of(kata: Kata, device: str) -> dict[str, str]:
-    shared = [path for path in kata.specs.parent.glob("*.py") if path.is_file()]
     return {
-        "the specs": _digest([*_files(kata.specs), *shared]),
+        "the specs": digest_of_specs(kata),
         "the judge": _digest_of_tools(catalog.ROOT / "tests"),
         "torch": version_of_torch(),
         "Python": platform.python_version(),
         "device": device,
     }
+
+
+def digest_of_specs(kata: Kata) -> str:
+    """What the specs of a kata come to, with the files that they share with others."""
+    shared = [path for path in kata.specs.parent.glob("*.py") if path.is_file()]
+    return _digest([*_files(kata.specs), *shared])
 
 
 @functools.cache

@@ -58,7 +58,6 @@ class Watch:
         self._paper, self._state, self._inbox = paper, state, inbox
         self._terminal, self._limit = terminal, limit
         self._run: Run | None = None
-        self._last: Run | None = None  # it has processes ready for the next
         self._asked = ""  # what the next key answers
         self._look_at(kata)
 
@@ -71,7 +70,7 @@ class Watch:
     @property
     def is_judging(self) -> bool:
         """Whether a verdict is in the making."""
-        return self._run is not None
+        return self._run is not None and not self._run.is_shown
 
     def answer(self, message: Message) -> bool:
         """Do what a message asks for; False if somebody quits."""
@@ -86,10 +85,10 @@ class Watch:
         return True
 
     def end_run(self) -> None:
-        """End the run under way, if there is one."""
-        for run in filter(None, (self._run, self._last)):
-            run.end()
-        self._run = self._last = None
+        """End the run under way, if there is one, and what is ready for the next."""
+        if self._run:
+            self._run.end()
+        self._run = None
 
     # Files
 
@@ -109,14 +108,13 @@ class Watch:
     def judge(self, *, run_all: bool = False) -> None:
         """Judge the file as it is now; a run under way is about an older one."""
         self._asked = ""
-        if self._run:
-            self.end_run()
         path, self._seen = self._kata.stub, _settled(self._kata.stub)
         now = time.strftime("%H:%M:%S")
         self._paper.line()
         part = f", part {self._part}" if self._part else ""
         self._paper.line(f"{self._kata.title}{part} - {shown(path)} at {now}", "bold")
         if self._seen is None:
+            self.end_run()
             self._paper.line(f"{shown(path)} is gone. Save it again, or press r for a fresh stub.")
             self._foot()
             return
@@ -129,8 +127,7 @@ class Watch:
             job = planned(job, record, may_skip=False)
         self._screen = Screen(self._paper, job)
         self._paper.status("judging")
-        self._run = Run(job, self._inbox, self._terminal, self._last)
-        self._last = None
+        self._run = Run(job, self._inbox, self._terminal, self._run)
 
     def _show(self, run: Run, what: Event | Verdict) -> None:
         is_end = isinstance(what, Broken | Verdict)
@@ -140,7 +137,7 @@ class Watch:
         if not isinstance(what, Verdict):
             self._screen.show(what)
             return
-        self._run, self._last = None, run
+        run.is_shown = True
         self._screen.close(what, run.started)
         steps = next_steps(what)
         self._state.keep(what, self._before, steps)

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.timeout(120)
 
 WRONG = answer(("math.fsum([start, *values])", "math.fsum(values)"))
 _IDLE = 3  # processes: the watch, the warm one, the tracker of the library
-_READY = _IDLE + min(2, os.cpu_count() or 1)  # and those that have collected for the next verdict
+# And those that have collected for the next verdict: a second one has a core for itself.
+_READY = _IDLE + (2 if len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) > 1 else 1)
 
 
 def _house() -> House:
@@ -148,9 +149,10 @@ def test_processes_that_have_collected_judge_the_next_save_unless_a_spec_has_cha
         watch.until(KEYS)
         wait_for(lambda: len(watch.family()) == _READY)
         ready = {*watch.family()}
-        watch.save(WRONG)
+        watch.save(in_mean("while True:", "    pass"))  # so that none is ready for the next yet
         watch.until("judging")
         assert {*watch.family()} <= ready
+        watch.save(WRONG)
         assert "starts where it is told" in watch.verdict()
         spec = home.root / "tests" / "specs" / "tiny_mean" / "test_part1_mean.py"
         text = spec.read_text(encoding="utf-8")
@@ -167,7 +169,7 @@ def test_a_fork_bomb_ends_in_a_sentence(watch: Terminal) -> None:
     seen = watch.verdict()
     assert "more than 256 processes, which were all ended" in seen
     assert re.search(r"at        katas/tiny_mean\.py:\d+ in mean\n +os\.fork\(\)", seen)
-    wait_for(lambda: len(watch.family()) <= _READY)
+    wait_for(lambda: len(watch.family()) == _READY)
 
 
 def test_keys_for_a_part_and_for_everything(watch: Terminal) -> None:

@@ -65,16 +65,15 @@ def _statements(text: str) -> list[_Statement]:
 
 
 def _edited(text: str, entry: Entry) -> Iterator[CodeType]:
-    edits = sorted(((entry.start(hunk, text), hunk) for hunk in entry.hunks), key=lambda e: e[0])
+    lines, moved = entry.source(text).splitlines(), 0
+    starts = [(entry.start(hunk, text), hunk) for hunk in entry.hunks]
     for statement in _statements(text):
-        mine = [edit for edit in edits if statement.start <= edit[0] < statement.end]
-        if any(start + len(hunk.old) > statement.end for start, hunk in mine):
+        mine = [(at, hunk) for at, hunk in starts if statement.start <= at < statement.end]
+        if any(at + len(hunk.old) > statement.end for at, hunk in mine):
             raise ValueError(f"{entry.place}: {entry.name} edits two statements in one hunk")
-        lines = text.splitlines()[statement.start : statement.end] if mine else []
-        for start, hunk in reversed(mine):
-            at = start - statement.start
-            lines[at : at + len(hunk.old)] = hunk.new
-        yield _compiled(lines) if mine else statement.code
+        start = statement.start + moved
+        moved += sum(len(hunk.new) - len(hunk.old) for _, hunk in mine)
+        yield _compiled(lines[start : statement.end + moved]) if mine else statement.code
 
 
 def _compiled(lines: list[str]) -> CodeType:

@@ -62,13 +62,13 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
                 for path in sorted(folder.glob("*.py"))
             ]
             found += [
-                Answer(kata, "variants", _edited(kata, "variants", entry), f"right/{entry.name}")
+                Answer(kata, "variants", edited(kata, "variants", entry), f"right/{entry.name}")
                 for entry in together(catalogue(kata)[1])
             ]
         elif part == "mistakes":
             found += [
                 Answer(
-                    kata, part, _edited(kata, part, entry), f"mistakes/{entry.name}", mistake=entry
+                    kata, part, edited(kata, part, entry), f"mistakes/{entry.name}", mistake=entry
                 )
                 for entry in catalogue(kata)[0]
             ]
@@ -139,7 +139,8 @@ def _scratch() -> Path:
     return folder
 
 
-def _edited(kata: Kata, kind: str, entry: Entry) -> Path:
+def edited(kata: Kata, kind: str, entry: Entry) -> Path:
+    """A file with the reference as an entry of the catalogue edits it."""
     text = entry.source(kata.solution.read_text(encoding="utf-8"))
     return _materialise(kata, f"{kind}/{entry.name.partition('+')[0]}", text)
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from kit.answers.catalogue import Entry, catalogue
 from kit.answers.edits import helpers, load_edited
-from kit.answers.loading import load, sources
+from kit.answers.loading import edited, load
 from kit.catalog import find_kata
 
 _passed: dict[str, set[str]] = {}  # the specs that an answer has passed, by its file
@@ -35,10 +35,9 @@ class Suspect:
         None if it cannot be imported: the proof complains of that, not a verdict.
         """
         try:
-            if not as_file:
-                return load_edited(self.reference, self.entry)
-            answers = sources(find_kata(self.reference.stem), "mistakes")
-            return next(load(a.path) for a in answers if a.mistake is self.entry)
+            if as_file:
+                return load(edited(find_kata(self.reference.stem), "mistakes", self.entry))
+            return load_edited(self.reference, self.entry)
         except Exception:
             return None
 

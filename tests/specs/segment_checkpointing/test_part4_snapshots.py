@@ -167,7 +167,7 @@ class TestPart4Snapshots:
 
     @pytest.mark.saves("backward_with_snapshots", "peak")
     @pytest.mark.parametrize("loss_fn", [w.loss_of, torch.sum], ids=["large_loss", "small_loss"])
-    @pytest.mark.parametrize(("count", "snapshots"), [(7, 1), (10, 3)])
+    @pytest.mark.parametrize(("count", "snapshots"), [(7, 1), (10, 3), (16, 5)])
     def test_the_peak_is_the_snapshots_and_one_layer(
         self, answer, reference, device, count, snapshots, loss_fn
     ):
