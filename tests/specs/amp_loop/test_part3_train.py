@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.checks import check, check_close, check_equal, check_raises
+from kit.laws.checks import check, check_equal, check_raises
 from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.precisions import scaler_for
 from kit.laws.scalers import SCALERS
@@ -131,12 +131,13 @@ class TestPart3Train:
 
     @pytest.mark.exact("train_step", "dtype")
     def test_learns_real_text_as_well_as_float32(self, answer, device):
-        """50 steps of a byte-level transformer: the mean of the last ten losses within 0.2 %.
+        """50 steps of a byte-level transformer: losses that are off by 0.1 % on average.
 
-        Measured: 0.03 % (bfloat16) and 0.002 % (float16); with bfloat16 weights 0.4 %.
+        Measured with 21 seeds: at most 0.033 % (bfloat16) and 0.005 % (float16); with bfloat16
+        weights at least 0.19 %.
         """
 
-        def last_losses(dtype):
+        def losses(dtype):
             draw.seed(1)
             model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
             optimizer = torch.optim.Adam(model.to(device).parameters(), lr=0.003)
@@ -146,13 +147,19 @@ class TestPart3Train:
             # A scale that overflows at first would skip steps, and learn from fewer batches.
             scaler = scaler_for(dtype, device, init_scale=1024.0)
             steps = answer.train(model, batches, loss, optimizer, scaler, dtype=dtype, max_norm=1.0)
-            return sum(step.loss.item() for step in steps[-10:]) / 10
+            return torch.stack([step.loss for step in steps]).cpu()
 
-        full = last_losses(torch.float32)
-        check(full < 4, expected="a loss below 4 (ln 256 = 5.5)", got=full, cause="no learning")
-        cause = "gradients underflow or are clipped while scaled, or weights are 16-bit"
+        full = losses(torch.float32)
+        last = full[-10:].mean().item()
+        check(last < 4, expected="a loss below 4 (ln 256 = 5.5)", got=last, cause="no learning")
         for dtype in (torch.bfloat16, torch.float16):
-            check_close(last_losses(dtype), full, f"{dtype}'s loss", rtol=0.002, cause=cause)
+            off = ((losses(dtype) - full).abs().mean() / full.mean()).item()
+            check(
+                off < 0.001,
+                expected=f"{dtype} losses that differ from float32 by less than 0.1 % on average",
+                got=f"{off:.2%}",
+                cause="gradients underflow or are clipped while scaled, or weights are 16-bit",
+            )
 
     @pytest.mark.exact("load_checkpoint", "resume")
     @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_unscaled"])
