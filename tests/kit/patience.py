@@ -22,7 +22,8 @@ class Patience:
     As long as one of them works, its processor time counts, that of the busiest; where none does,
     they wait, and the wall clock counts. So a loop that does not end and a wait that does not end
     both come to the limit, and a process that gets a quarter of a processor has four times as long.
-    A process that is ready to work and gets no processor at all does not wait: it is starved.
+    A process that is ready to work and gets no processor at all does not wait: it is starved, and
+    so is one whose processor the host of a virtual machine has taken away.
     """
 
     def __init__(self, limit: float) -> None:
@@ -48,27 +49,35 @@ class Patience:
         self._last += passed
         most, all_wait = 0.0, True
         for pid in pids():
-            before, now = self._before.get(pid, Spent(0.0, 0.0)), spent(pid)
+            before, now = self._before.get(pid, Spent()), spent(pid)
             self._before[pid] = now
             worked, queued = now.worked - before.worked, now.queued - before.queued
             most = max(most, worked)
-            waits = worked + queued < _IDLE * passed
+            waits = worked + queued < _IDLE * passed and not now.is_ready
+            sleeps = waits and now.turns == before.turns
             seen = min(passed, _LONGEST)
-            self._idle[pid] = self._idle.get(pid, 0.0) + seen if waits else 0.0
+            self._idle[pid] = self._idle.get(pid, 0.0) + seen if sleeps else 0.0
             all_wait = all_wait and waits
         self.used += passed if all_wait else min(most, passed)
         return True
 
     def idle_seconds(self, pid: int) -> float:
-        """For how long this process has not worked, as far as was looked."""
+        """For how long the main thread of this process has not run once, as far as was looked."""
         return self._idle.get(pid, 0.0)
 
 
 class Spent(NamedTuple):
-    """Seconds of a process and its threads, at work and ready for work; 0 when it is gone."""
+    """Seconds of a process and its threads, at work and ready for work; 0 when it is gone.
 
-    worked: float
-    queued: float
+    Seconds are counted once they are over: `is_ready` says whether one is at work now, or ready for
+    it, or waits for a disk, and `turns` how often its main thread has had a processor: who waits
+    again and again, each time a moment, has had many.
+    """
+
+    worked: float = 0.0
+    queued: float = 0.0
+    is_ready: bool = False
+    turns: int = 0
 
 
 def spent(pid: int) -> Spent:
@@ -76,12 +85,17 @@ def spent(pid: int) -> Spent:
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
-        return Spent(0.0, 0.0)
-    queued = 0
-    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):  # only Linux knows, in nanoseconds
+        return Spent()
+    queued, states, turns = 0, set(), 0
+    for thread in Path(f"/proc/{pid}/task").glob("*"):  # only Linux knows, in nanoseconds
         with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may have ended
-            queued += int(thread.read_text().split()[1])
-    return Spent(times.user + times.system, queued / 1e9)
+            _, waited, count = map(int, (thread / "schedstat").read_text().split())
+            queued += waited
+            turns += count if thread.name == str(pid) else 0
+            states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    # Who looks is always at work.
+    is_ready = pid != os.getpid() and bool(states & {"R", "D"})
+    return Spent(times.user + times.system, queued / 1e9, is_ready, turns)
 
 
 def family(pid: int | None = None) -> list[int]:

@@ -96,6 +96,8 @@ def _tell_up(folder: Path) -> None:
 
 if _name := os.environ.get(FOLDER_VARIABLE):
     _folder = Path(_name)
+    if not _folder.is_dir():
+        os._exit(0)  # who started it is gone already
     try:
         _prepare(_folder)
         import_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,20 +18,29 @@ class Clocks:
     """The wall clock and the processor time of two processes, which the test moves."""
 
     def __init__(self) -> None:
-        self.wall, self.spent = 1000.0, {1: Spent(0.0, 0.0), 2: Spent(0.0, 0.0)}
+        self.wall, self.spent = 1000.0, {1: Spent(), 2: Spent()}
 
-    def go(self, seconds: float, *shares: float, queued: float = 0.0) -> None:
+    def go(
+        self,
+        seconds: float,
+        *shares: float,
+        queued: float = 0.0,
+        is_ready: bool = False,
+        turns: int = 0,
+    ) -> None:
         self.wall += seconds
         for pid, share in enumerate(shares, 1):
-            worked, before = self.spent[pid]
-            self.spent[pid] = Spent(worked + seconds * share, before + seconds * queued)
+            old = self.spent[pid]
+            self.spent[pid] = Spent(
+                old.worked + seconds * share, old.queued + seconds * queued, is_ready, turns
+            )
 
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     clocks = Clocks()
     monkeypatch.setattr(patience.time, "monotonic", lambda: clocks.wall)
-    monkeypatch.setattr(patience, "spent", lambda pid: clocks.spent.get(pid, Spent(0, 0)))
+    monkeypatch.setattr(patience, "spent", lambda pid: clocks.spent.get(pid, Spent()))
     return clocks
 
 
@@ -61,6 +71,26 @@ def test_forty_seconds_of_the_wall_clock_use_up(
 
 def test_to_be_ready_for_work_and_get_no_processor_is_not_to_wait(clocks: Clocks) -> None:
     assert used(clocks, 100, 0.05, queued=0.9) == pytest.approx(5)
+
+
+def test_who_has_a_processor_that_does_not_run_does_not_wait(clocks: Clocks) -> None:
+    """The host of a virtual machine takes it away for a while: nothing is counted until later."""
+    limit = Patience(100.0)
+    for is_ready in (False, True, False):
+        clocks.go(1.0, 0.0, is_ready=is_ready)
+        limit.look(lambda: [1])
+        assert limit.idle_seconds(1) == (0.0 if is_ready else 1.0)
+    assert limit.used == pytest.approx(2.0)
+
+
+def test_who_waits_again_and_again_is_not_idle(clocks: Clocks) -> None:
+    """Ranks that take turns for many steps, on a busy machine: each works hardly at all."""
+    limit = Patience(100.0)
+    for turns in (10, 20, 20):
+        clocks.go(1.0, 0.01, turns=turns)
+        limit.look(lambda: [1])
+    assert limit.idle_seconds(1) == 1.0
+    assert limit.used == pytest.approx(3.0)
 
 
 def test_a_limit_ends_and_can_be_shortened(clocks: Clocks) -> None:
@@ -113,12 +143,15 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def test_it_reads_a_process_and_its_family(child: subprocess.Popen[bytes]) -> None:
     wait_for(lambda: len(family(child.pid)) == 2)
     wait_for(lambda: spent(child.pid).worked > 0.2)
+    assert spent(child.pid).is_ready
+    assert not spent(os.getpid()).is_ready
+    wait_for(lambda: not spent(family(child.pid)[1]).is_ready)  # it sleeps
     assert spent(child.pid).queued >= 0.0
     assert family(child.pid)[0] == child.pid
     assert child.pid in family()
     child.kill()
     child.wait()
-    assert spent(child.pid) == Spent(0.0, 0.0)
+    assert spent(child.pid) == Spent()
     assert family(child.pid) == [child.pid]
 
 
