@@ -26,6 +26,7 @@ import torch
 
 from kit import forkserver
 from kit.answers import causes
+from kit.answers.blame import blamed
 from kit.answers.contract import functions
 from kit.answers.loading import Answer, load, sources
 from kit.answers.reset_torch import reset_torch
@@ -141,7 +142,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     __tracebackhide__ = True
     answer = _answer_of(pyfuncitem)
     if answer is None or answer.kind not in ("stubs", "mistakes"):
-        result = yield
+        try:
+            result = yield
+        except checks.SpecFailure as error:
+            load_one = functools.partial(_module, pyfuncitem.config)
+            raise blamed(pyfuncitem, answer, error, load_one) if answer else error from None
         if answer:
             note_passed(answer.path, _spec_of(pyfuncitem))
         return result

@@ -45,6 +45,8 @@ def explain(error: BaseException, judged: Judged) -> Problem:
     place = place_in(error, judged.path)
     here = (place or source.find(judged.path, judged.function)).fields()
     if isinstance(error, SpecFailure):
+        if error.at:
+            here = source.find(judged.path, error.at).fields()
         here |= {"sure": error.sure, "contract": _sentence(error, judged)}
         return Problem("wrong", error.got, error.expected, error.cause, **here)
     if _is_timeout(error):
@@ -68,8 +70,11 @@ def explain(error: BaseException, judged: Judged) -> Problem:
 def _sentence(error: SpecFailure, judged: Judged) -> str:
     """The sentence that the answer breaks, where it is another than that of the spec.
 
-    A spec of a detail is about that detail, unless what is broken holds for every function.
+    A spec of a detail is about that detail, unless what is broken holds for every function. What
+    another function breaks is not known: its contract begins with what it does.
     """
+    if error.at:
+        return f"{error.at}: {contract.contract_of(judged.reference, error.at).summary}"
     is_of_a_detail = isinstance(judged.clause, int) and error.clause != UNTOUCHED
     if is_of_a_detail or not error.clause:
         return ""

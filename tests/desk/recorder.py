@@ -30,7 +30,8 @@ from desk.verdict import part_of
 from kit import catalog
 from kit.answers import contract, loading
 from kit.answers.loading import Answer
-from kit.catalog import GROUPS, Kata, Section
+from kit.answers.marks import clause_of, group_of
+from kit.catalog import Kata, Section
 from kit.memory.ruler import human
 from kit.ranks.world import needs_world
 
@@ -207,7 +208,7 @@ def _judged(item: pytest.Item, importing: bool) -> Judged:
     answer = _answer(item)
     limit = float(item.config.getoption("timeout", None) or 0)
     path, reference = (answer.path, answer.kata.solution) if answer else (Path(), Path())
-    function, clause = _clause(item)
+    function, clause = clause_of(item)
     return Judged(path, reference, function, limit, importing, clause)
 
 
@@ -224,13 +225,13 @@ def _is_importing(error: BaseException, item: pytest.Item) -> bool:
 
 
 def _spec(item: pytest.Item) -> Spec:
-    function, clause = _clause(item)
+    function, clause = clause_of(item)
     return Spec(
         id=item.nodeid,
         part=part_of(item.path),
         lap=_section(item).lap,
         function=function,
-        group=_group(item),
+        group=group_of(item),
         sentence=_sentence(item),
         case=_case(item),
         gpu=item.get_closest_marker("gpu") is not None,
@@ -238,26 +239,14 @@ def _spec(item: pytest.Item) -> Spec:
     )
 
 
-def _group(item: pytest.Item) -> str:
-    return next((group for group in GROUPS if item.get_closest_marker(group)), "")
-
-
-def _clause(item: pytest.Item) -> tuple[str, contract.Clause]:
-    """The function and the clause that the mark of its group names, or that its class is about."""
-    mark = item.get_closest_marker(_group(item))
-    if mark and mark.args:
-        return mark.args
-    return getattr(getattr(item, "cls", None), "subject", ""), ""
-
-
 def _subject(item: pytest.Item) -> str:
     """The function or class of the answer that it is about."""
-    return _clause(item)[0].partition(".")[0]
+    return clause_of(item)[0].partition(".")[0]
 
 
 def _section(item: pytest.Item) -> Section:
     part = part_of(item.path)
-    return Section(_kata(item).part(part).lap_of(_group(item)), part)
+    return Section(_kata(item).part(part).lap_of(group_of(item)), part)
 
 
 def _kata(item: pytest.Item) -> Kata:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from desk import events
 from desk.asked import PATHS
-from desk.events import Outcome
+from desk.events import Outcome, Problem, Spec
 from desk.hint_file import spec_hint
 from desk.verdict import Job, Verdict
 from kit.catalog import shown
@@ -35,13 +35,24 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
         return [("Next", again)]
     spec, outcome = verdict.first_bad
     verb = "write" if outcome.result == events.TODO else "fix"
-    hint = f"nox -s hint -- {job.kata.name}"
-    if options or not spec_hint(job.kata, spec.name):
-        hint += f" {spec.part}"  # without a part it begins with the hint of the spec
+    hint, part = f"nox -s hint -- {job.kata.name}", _part_at_fault(verdict, spec, outcome.problem)
+    if part != spec.part:  # what it should do is seen there
+        again = f"nox -s kata -- {job.kata.name} {part}{options}"
+    if options or part != spec.part or not spec_hint(job.kata, spec.name):
+        hint += f" {part}"  # without a part it begins with the hint of the spec
     steps = [("Next", f"{verb} {_where(outcome, job)}"), ("then", again), ("a hint", hint)]
     if outcome.charts and job.kata.has_timeline:
         steps.append(("picture", f"nox -s timeline -- {job.kata.name}{options}"))
     return steps
+
+
+def _part_at_fault(verdict: Verdict, spec: Spec, problem: Problem | None) -> int:
+    """The part of the function at fault, which need not be that of the spec."""
+    if problem and problem.kind == "wrong":
+        for other in verdict.specs:
+            if other.function.partition(".")[0] == problem.function != spec.function:
+                return other.part
+    return spec.part
 
 
 def _where(outcome: Outcome, job: Job) -> str:

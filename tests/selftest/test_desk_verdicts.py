@@ -64,6 +64,20 @@ def test_what_passes_folds_to_a_line_and_the_last_one_is_shown():
     assert "holds few bytes" not in out
 
 
+def test_a_function_that_makes_the_spec_of_another_fail_is_named_and_judged_next():
+    code, out = seen("counts")
+    assert code == 1
+    found = block(out, "is the sum over the count (three)")
+    assert "got       3.33333" in found
+    assert "cause     Counter: with the reference's in its place, mean passes this spec" in found
+    assert "contract  Counter: Counts in steps of `step`." in found
+    line = line_of("counts", "class Counter")
+    assert f"answers/counts.py:{line} in Counter" in found
+    assert f"Next:    fix Counter in answers/counts.py:{line}\n" in out
+    assert "then:    nox -s kata -- tiny_mean 2 --answers answers/counts.py\n" in out
+    assert "a hint:  nox -s hint -- tiny_mean 2\n" in out
+
+
 def test_every_spec_and_every_bar_is_shown_if_asked():
     out = seen("every line")[1]
     assert out.count("  pass  ") == 8

@@ -90,6 +90,13 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
         + "threading.Thread(target=time.sleep, args=[60]).start()\n",
         (),
     ),
+    "counts": (  # mean uses Counter, which is wrong
+        answer(
+            (MEAN, "    return Counter(math.fsum([start, *values])).add() / len(values)\n"),
+            ("self.count += self.step", "self.count += self.step + 1"),
+        ),
+        (),
+    ),
     "syntax": (SOLUTION.replace("def add(self) -> int:", "def add(self) -> int"), ()),
     "indent": (in_mean("return 1", "  return 2"), ()),
     "empty": ("", ()),

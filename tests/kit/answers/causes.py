@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from kit.answers.catalogue import Entry, catalogue
-from kit.catalog import GROUPS, find_kata
+from kit.answers.marks import clause_of
+from kit.catalog import find_kata
 
 LEAST = 80  # percent
 
 
 def note(item: pytest.Item, kata: str, mistake: Entry, error: Exception) -> None:
     """A spec has caught a mistake: note whether it names the cause, if it says what it is about."""
-    if any(mark.args for mark in item.iter_markers() if mark.name in GROUPS):
+    if clause_of(item)[1]:
         words = mistake.says and mistake.says in getattr(error, "cause", "")
         is_named = bool(getattr(error, "sure", False) or words)
         item.user_properties.append(("cause", (kata, mistake.name, is_named)))

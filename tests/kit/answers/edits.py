@@ -31,16 +31,19 @@ def load_edited(reference: Path, entry: Entry) -> ModuleType:
 
 
 @cache
-def helpers(reference: str, function: str) -> frozenset[str]:
-    """A function or class, and everything private that it uses, by name."""
+def used(text: str, function: str, public: frozenset[str]) -> frozenset[str]:
+    """What a function or class uses of its file, by name, and itself.
+
+    It goes on through helpers; what is `public` is named, and not what that uses.
+    """
     found: set[str] = set()
-    known = {code.co_name: code for statement in _statements(reference) for code in statement.inner}
-    names = [function.partition(".")[0]]
+    known = {code.co_name: code for statement in _statements(text) for code in statement.inner}
+    names = [function]
     while names:
         name = names.pop()
         if name in known and name not in found:
             found.add(name)
-            names += [used for used in _names(known[name]) if used.startswith("_")]
+            names += _names(known[name]) if name == function or name not in public else ()
     return frozenset(found)
 
 

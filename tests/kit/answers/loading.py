@@ -54,7 +54,7 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
             found.append(Answer(kata, "solutions", kata.solution))
         elif part == "stubs":
             text = make_stub(kata.solution.read_text(encoding="utf-8"))
-            found.append(Answer(kata, "stubs", _materialise(kata, "stub", text)))
+            found.append(Answer(kata, "stubs", materialise(kata, "stub", text)))
         elif part == "right":
             folder = ROOT / "tests" / "right" / kata.name
             found += [
@@ -142,10 +142,11 @@ def _scratch() -> Path:
 def edited(kata: Kata, kind: str, entry: Entry) -> Path:
     """A file with the reference as an entry of the catalogue edits it."""
     text = entry.source(kata.solution.read_text(encoding="utf-8"))
-    return _materialise(kata, f"{kind}/{entry.name.partition('+')[0]}", text)
+    return materialise(kata, f"{kind}/{entry.name.partition('+')[0]}", text)
 
 
-def _materialise(kata: Kata, label: str, text: str) -> Path:
+def materialise(kata: Kata, label: str, text: str) -> Path:
+    """A file of an answer to a kata, until this process ends; the label keeps it apart."""
     path = _scratch() / label / f"{kata.name}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

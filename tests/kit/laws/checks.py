@@ -26,19 +26,28 @@ class SpecFailure(AssertionError):
         sure: whether the cause was computed.
         clause: the clause of the contract, where it is another than the spec's own: a law, an
             argument, "Raises", or the number of a detail.
+        at: the function at fault, where it is another than the spec's own.
     """
 
     def __init__(
-        self, expected: str, got: str, cause: str, sure: bool = False, clause: str | int = ""
+        self,
+        expected: str,
+        got: str,
+        cause: str,
+        sure: bool = False,
+        clause: str | int = "",
+        at: str = "",
     ) -> None:
         self.expected, self.got, self.cause = expected, got, cause
-        self.sure, self.clause = sure, clause
+        self.sure, self.clause, self.at = sure, clause, at
         label = "cause  " if sure else "perhaps"
         super().__init__(f"\n  expected  {expected}\n  got       {got}\n  {label}   {cause}")
 
     def __reduce__(self) -> tuple[type[SpecFailure], tuple[object, ...]]:
         # pickle would have one argument only
-        return SpecFailure, (self.expected, self.got, self.cause, self.sure, self.clause)
+        return SpecFailure, (
+            *(self.expected, self.got, self.cause, self.sure, self.clause, self.at),
+        )
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ UNTOUCHED = "untouched"
 bars: list[Bar] = []
 
 Suspects = Mapping[str, object]
+
+_FEW = 6  # names that can be compared at a glance
 
 
 def fail(
@@ -115,7 +126,10 @@ def _narrowed(got: object, want: object, what: str) -> tuple[object, object, str
     """The first part of a dict or a list that differs, however deep; or the names, if these do."""
     if isinstance(got, dict) and isinstance(want, dict):
         if got.keys() != want.keys():
-            return [*got], [*want], f"names in {what}"
+            if max(len(got), len(want)) <= _FEW:
+                return [*got], [*want], f"names in {what}"
+            mine, true = ([n for n in a if n not in b] for a, b in ((got, want), (want, got)))
+            return mine, true, f"names in {what}, without those that are in both"
         key = next(key for key in want if not same(got[key], want[key]))
         return _narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
     if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):

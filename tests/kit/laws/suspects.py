@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from kit.answers.catalogue import Entry, catalogue
-from kit.answers.edits import helpers, load_edited
+from kit.answers.contract import functions
+from kit.answers.edits import load_edited, used
 from kit.answers.loading import edited, load
 from kit.catalog import find_kata
 
@@ -57,7 +58,8 @@ def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list
     passed = _passed.get(str(getattr(answer, "__file__", "")), set())
     try:
         reference, entries = find_kata(kata).solution, catalogue(find_kata(kata))[0]
-        used = helpers(reference.read_text(encoding="utf-8"), function)
+        whole, public = function.partition(".")[0], frozenset(functions(reference))
+        mine = used(reference.read_text(encoding="utf-8"), whole, public) - (public - {whole})
     except (OSError, ValueError):
         return
     open_ones = [entry for entry in entries if entry.caught_by not in passed]
@@ -65,7 +67,7 @@ def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list
     yield [
         Suspect(entry, reference)
         for entry in open_ones
-        if entry.spec != spec and used & {hunk.scope.partition(".")[0] for hunk in entry.hunks}
+        if entry.spec != spec and mine & {hunk.scope.partition(".")[0] for hunk in entry.hunks}
     ]
 
 

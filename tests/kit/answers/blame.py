@@ -1,0 +1,81 @@
+"""Which function is at fault where one uses another: the reference's is put in its place.
+
+A wrong `train_step` makes the specs of `train` fail. Where a spec holds as soon as the answer has
+the reference's `train_step`, that is the function to mend.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+
+from kit.answers.contract import functions
+from kit.answers.edits import used
+from kit.answers.loading import Answer, materialise
+from kit.answers.marks import clause_of
+from kit.answers.reset_torch import reset_torch
+from kit.laws import checks
+from kit.laws.checks import SpecFailure
+
+_SWAPPED = """\
+exec(compile(open({answer!r}, encoding="utf-8").read(), {answer!r}, "exec"))
+from pathlib import Path as _Path
+from kit.answers.loading import load as _load
+{function} = _load(_Path({reference!r})).{function}
+"""
+
+
+def blamed(
+    item: pytest.Function, answer: Answer, error: SpecFailure, load: Callable[[Answer], ModuleType]
+) -> SpecFailure:
+    """What to say of an answer that a spec refuses: the same, or which function makes it fail."""
+    function = clause_of(item)[0].partition(".")[0]
+    with contextlib.suppress(Exception):  # what was found before counts, whatever the file is like
+        for other in _others(answer, function) if not error.sure else ():
+            paths = {"answer": str(answer.path), "reference": str(answer.kata.solution)}
+            text = _SWAPPED.format(**paths, function=other)
+            path = materialise(answer.kata, f"with the reference's {other}", text)
+            if _holds(item, load(Answer(answer.kata, "file", path))):
+                cause = f"{other}: with the reference's in its place, {function} passes this spec"
+                told = SpecFailure(error.expected, error.got, cause, True, error.clause, other)
+                return told.with_traceback(error.__traceback__)
+    return error
+
+
+def _holds(item: pytest.Function, answer: ModuleType) -> bool:
+    """Whether a spec passes, run once more with an answer; nothing is shown of it."""
+    reset_torch()
+    bars = [*checks.bars]
+    names = item._fixtureinfo.argnames
+    arguments = {name: item.funcargs[name] for name in names} | {"answer": answer}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "breakpointhook", lambda *_, **__: None)
+            item.obj(**arguments)
+    except (Exception, pytest.fail.Exception):
+        return False
+    finally:
+        checks.bars[:] = bars
+    return True
+
+
+def _others(answer: Answer, function: str) -> Iterator[str]:
+    """What a function uses of the contract, if it is not just as in the reference."""
+    text, reference = (
+        path.read_text(encoding="utf-8") for path in (answer.path, answer.kata.solution)
+    )
+    public = frozenset(name for name in functions(answer.kata.solution) if "." not in name)
+    mine, theirs = _definitions(text), _definitions(reference)
+    for name in sorted(used(text, function, public) & public - {function}):
+        if name in mine and ast.dump(mine[name]) != ast.dump(theirs[name]):
+            yield name
+
+
+def _definitions(text: str) -> dict[str, ast.stmt]:
+    return {getattr(node, "name", ""): node for node in ast.parse(text).body}

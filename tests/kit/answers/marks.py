@@ -1,0 +1,21 @@
+"""What a spec is about: the mark of its group says it, or its class."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit.answers.contract import Clause
+from kit.catalog import GROUPS
+
+
+def group_of(item: pytest.Item) -> str:
+    """The one of GROUPS that it is marked with."""
+    return next((group for group in GROUPS if item.get_closest_marker(group)), "")
+
+
+def clause_of(item: pytest.Item) -> tuple[str, Clause]:
+    """The function, such as "Scaler.update", and the clause of its contract if one is named."""
+    mark = item.get_closest_marker(group_of(item))
+    if mark and mark.args:
+        return mark.args
+    return getattr(getattr(item, "cls", None), "subject", ""), ""
