@@ -82,6 +82,21 @@ def test_of_a_dict_the_part_that_differs_is_shown():
         check_equal(got, want, "state", cause="")
 
 
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (2, ["names in state = ['n0', 'n1']", "['n1', 'more']"]),
+        (9, ["names in state, without those that are in both = ['n0']", "['more']"]),
+    ],
+)
+def test_of_many_names_those_that_differ_are_shown(count, words):
+    want = {f"n{number}": number for number in range(count)}
+    got = {name: number for name, number in want.items() if number} | {"more": 3}
+    with pytest.raises(SpecFailure) as caught:
+        check_equal(got, want, "state", cause="")
+    assert [caught.value.expected, caught.value.got] == words
+
+
 def test_the_shortest_sequence_that_fails_is_the_one_that_is_shown():
     def check(numbers: list[int]) -> None:
         check_equal(sum(n > 7 for n in numbers), 0, f"numbers above 7 in {numbers}", cause="")

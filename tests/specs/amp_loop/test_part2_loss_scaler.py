@@ -164,6 +164,7 @@ class TestPart2LossScaler:
         def check_script(script):
             got, want = beside(answer, device, "", script)
             cause = "something is kept for longer than to the next update, or not as long"
+            cause += ", or for one of two optimizers only"
             check_equal(got, want, "LossScaler", cause=cause)
 
         for_all(scripts(), check_script, examples=15)

@@ -10,6 +10,7 @@ from kit.laws.checks import check, check_bar, check_raises
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
     as_without,
+    check_nothing_left,
     held,
     inside,
     large,
@@ -115,6 +116,11 @@ class TestPart3Segments:
             cause="segment_size is the number of blocks in a segment, and not of segments",
             suspects={left_out: lambda: read(answer, 8, 1, device, case)},
         )
+
+    @pytest.mark.saves("LargeModel", "held")
+    def test_segments_hold_nothing_after_the_backward_pass(self, answer, device):
+        model, x = answer.LargeModel(5, WIDTH, segment_size=2).to(device), large_inputs(device)
+        check_nothing_left(model, x, lambda: model(x))
 
     @pytest.mark.saves("LargeModel", "segments")
     def test_grows_with_the_square_root_of_the_depth(self, answer, reference, device):

@@ -163,7 +163,7 @@ class TestPart1StateBytes:
         yield "a tensor as learning rate", (64, 64, 0, 0), model, adam
 
     @pytest.mark.survives("state_bytes", 4)
-    @counts("a storage without memory is not counted")
+    @counts("storages without memory are not counted, or as one: the address of each is 0")
     def test_counts_tensors_on_the_meta_device(self):
         model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)).to("meta")
         model[1].weight = model[0].weight

@@ -42,7 +42,7 @@ class TestPart1Checkpoint:
 
     @pytest.mark.works("checkpoint", "written here")
     def test_is_not_torchs_own(self, answer, device):
-        model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device)
+        model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device).requires_grad_()
         w.check_not_torchs_own(lambda: w.loss_of(answer.checkpoint(model, x)).backward())
 
     @pytest.mark.exact("checkpoint", "gradients")
