@@ -171,7 +171,7 @@ def best_segment_size(num_layers: int) -> int:
 def checkpoint_blocks(
     model: nn.Module, block_type: type[nn.Module], *, keep: Collection[Any] = ()
 ) -> int:
-    """Checkpoint the blocks of a model that somebody else wrote, in place; return their number.
+    """Checkpoint the blocks of somebody else's model, in place; return their number.
 
         blocks     of `block_type` or a derived class, at any depth, not inside another; a shared
                    one is one
@@ -185,7 +185,7 @@ def checkpoint_blocks(
 
     Args:
         model: is not a block itself.
-        keep: details 6-9.
+        keep: changes no bit; details 6-9.
 
     Raises:
         no such block; one that is checkpointed already. TypeError: `block_type` is no class of
@@ -209,4 +209,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub f693ad081051
+# untouched stub 1d5c2a7e36d4

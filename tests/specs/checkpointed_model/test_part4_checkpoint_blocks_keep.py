@@ -120,10 +120,14 @@ class TestPart4CheckpointBlocksKeep:
         yield "counters", chain(lambda: [Counting()]), [1], 2, DEAR
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
         yield "batch norm", norm, [1], 2, DEAR
+        yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
+
+    @pytest.mark.survives("checkpoint_blocks", 6)
+    @checkpointed("what draws is held like the rest, and the draws after it are others")
+    def test_what_draws_random_numbers_runs_again(self):
         twice = lambda run, block, x: block(x, None, block.first)  # noqa: E731
         for op in (ATEN.rand.generator, ATEN.bernoulli.default):  # the other draws on
             yield f"{op} draws", chain(lambda: [Noisy(7)], call=twice), [1], 2, [op]
-        yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
 
     @pytest.mark.survives("checkpoint_blocks", 6)
     @again("a fixed set decides, or all is held, or nothing, or operators count for overloads")
