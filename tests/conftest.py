@@ -146,7 +146,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
             result = yield
         except checks.SpecFailure as error:
             load_one = functools.partial(_module, pyfuncitem.config)
-            raise blamed(pyfuncitem, answer, error, load_one) if answer else error from None
+            if answer and (told := blamed(pyfuncitem, answer, error, load_one)):
+                raise told from None
+            raise
         if answer:
             note_passed(answer.path, _spec_of(pyfuncitem))
         return result

@@ -13,6 +13,7 @@ import psutil
 
 _INTERVAL = 0.5  # processor time is known in steps of 10 ms
 _LONGEST = 1.0  # of the time between two looks, for a machine that stood still has told nothing
+KNOWS_TURNS = Path("/proc/self/schedstat").is_file()  # how often a thread has run
 _IDLE = 0.1  # of the time: who is ready for work more often than this does not wait
 
 
@@ -89,10 +90,10 @@ def spent(pid: int) -> Spent:
     queued, states, turns = 0, set(), 0
     for thread in Path(f"/proc/{pid}/task").glob("*"):  # only Linux knows, in nanoseconds
         with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may have ended
+            states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
             _, waited, count = map(int, (thread / "schedstat").read_text().split())
             queued += waited
             turns += count if thread.name == str(pid) else 0
-            states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
     # Who looks is always at work.
     is_ready = pid != os.getpid() and bool(states & {"R", "D"})
     return Spent(times.user + times.system, queued / 1e9, is_ready, turns)

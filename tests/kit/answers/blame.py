@@ -23,18 +23,18 @@ from kit.answers.reset_torch import reset_torch
 from kit.laws import checks
 from kit.laws.checks import SpecFailure
 
+# Names that no answer has, for everything else in the file is the answer's own.
 _SWAPPED = """\
 exec(compile(open({answer!r}, encoding="utf-8").read(), {answer!r}, "exec"))
-from pathlib import Path as _Path
-from kit.answers.loading import load as _load
-{function} = _load(_Path({reference!r})).{function}
+import pathlib as pathlib_of_blame, kit.answers.loading as loading_of_blame
+{function} = loading_of_blame.load(pathlib_of_blame.Path({reference!r})).{function}
 """
 
 
 def blamed(
     item: pytest.Function, answer: Answer, error: SpecFailure, load: Callable[[Answer], ModuleType]
-) -> SpecFailure:
-    """What to say of an answer that a spec refuses: the same, or which function makes it fail."""
+) -> SpecFailure | None:
+    """What to say instead of an error where another function than the spec's own is at fault."""
     function = clause_of(item)[0].partition(".")[0]
     with contextlib.suppress(Exception):  # what was found before counts, whatever the file is like
         for other in _others(answer, function) if not error.sure else ():
@@ -43,9 +43,8 @@ def blamed(
             path = materialise(answer.kata, f"with the reference's {other}", text)
             if _holds(item, load(Answer(answer.kata, "file", path))):
                 cause = f"{other}: with the reference's in its place, {function} passes this spec"
-                told = SpecFailure(error.expected, error.got, cause, True, error.clause, other)
-                return told.with_traceback(error.__traceback__)
-    return error
+                return error.but(cause=cause, sure=True, at=other)
+    return None
 
 
 def _holds(item: pytest.Function, answer: ModuleType) -> bool:
@@ -58,7 +57,9 @@ def _holds(item: pytest.Function, answer: ModuleType) -> bool:
         with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "breakpointhook", lambda *_, **__: None)
             item.obj(**arguments)
-    except (Exception, pytest.fail.Exception):
+    except BaseException as failure:
+        if type(failure) is KeyboardInterrupt:  # and none that a scenario raises
+            raise
         return False
     finally:
         checks.bars[:] = bars

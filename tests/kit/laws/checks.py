@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -43,11 +43,17 @@ class SpecFailure(AssertionError):
         label = "cause  " if sure else "perhaps"
         super().__init__(f"\n  expected  {expected}\n  got       {got}\n  {label}   {cause}")
 
-    def __reduce__(self) -> tuple[type[SpecFailure], tuple[object, ...]]:
+    def _parts(self) -> dict[str, Any]:
+        names = ("expected", "got", "cause", "sure", "clause", "at")
+        return {name: getattr(self, name) for name in names}
+
+    def __reduce__(self) -> tuple[type[SpecFailure], tuple[Any, ...]]:
         # pickle would have one argument only
-        return SpecFailure, (
-            *(self.expected, self.got, self.cause, self.sure, self.clause, self.at),
-        )
+        return SpecFailure, (*self._parts().values(),)
+
+    def but(self, **changes: Any) -> SpecFailure:
+        """The same at the same place, with something changed."""
+        return SpecFailure(**self._parts() | changes).with_traceback(self.__traceback__)
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,7 @@ def pack_error(error: BaseException, rank: int, answer: ModuleType) -> bytes:
     error = error.with_traceback((trace and trace.tb_next) or trace)  # without the frame of `run`
     _shorten(error)
     if isinstance(error, SpecFailure):
-        got = f"on rank {rank}: {error.got}"
-        told = SpecFailure(error.expected, got, error.cause, error.sure, error.clause)
-        error = told.with_traceback(error.__traceback__)
+        error = error.but(got=f"on rank {rank}: {error.got}")
     notes = [*getattr(error, "__notes__", []), f"on rank {rank}"]  # Python 3.10 has no add_note
     if not isinstance(error, SpecFailure):
         vars(error)["__notes__"] = notes

@@ -26,7 +26,7 @@ from typing import Any
 
 from kit import forkserver
 from kit.laws import checks, draw
-from kit.patience import Patience
+from kit.patience import KNOWS_TURNS, Patience
 from kit.ranks.rank import InStep, Prints, Ready, Report, main
 from kit.ranks.rank_failures import (
     Dead,
@@ -43,9 +43,9 @@ from kit.ranks.wire import dumps, loads
 _START_LIMIT = 120.0  # torch may come from a cold disk
 _GRACE = 1.5  # for the other ranks, once one of them has raised or died
 _STEP_LIMIT = 3.0
-# Ranks that wait in a call, and have not run once for so long, wait for nobody; elsewhere than on
-# Linux nobody knows whether they have run.
-_IDLE = 1.0 if sys.platform == "linux" else 3.0
+# Ranks that wait in a call, and have not run once for so long, wait for nobody; where it is not
+# known whether they have run, longer.
+_IDLE = 1.0 if KNOWS_TURNS else 3.0
 
 
 @dataclass

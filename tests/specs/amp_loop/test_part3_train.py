@@ -131,10 +131,10 @@ class TestPart3Train:
 
     @pytest.mark.exact("train_step", "dtype")
     def test_learns_real_text_as_well_as_float32(self, answer, device):
-        """50 steps of a byte-level transformer: losses that are off by 0.1 % on average.
+        """50 steps of a byte-level transformer: losses off by 0.1 % on average, and the last ten.
 
-        Measured with 21 seeds: at most 0.033 % (bfloat16) and 0.005 % (float16); with bfloat16
-        weights at least 0.19 %.
+        Measured with 21 seeds: at most 0.033 % and 0.053 % (bfloat16), 0.005 % and 0.007 %
+        (float16); with bfloat16 weights at least 0.19 % and 0.23 %.
         """
 
         def losses(dtype):
@@ -153,11 +153,12 @@ class TestPart3Train:
         last = full[-10:].mean().item()
         check(last < 4, expected="a loss below 4 (ln 256 = 5.5)", got=last, cause="no learning")
         for dtype in (torch.bfloat16, torch.float16):
-            off = ((losses(dtype) - full).abs().mean() / full.mean()).item()
+            apart = (losses(dtype) - full).abs()
+            off = max(apart.mean() / full.mean(), apart[-10:].mean() / last).item()
             check(
                 off < 0.001,
                 expected=f"{dtype} losses that differ from float32 by less than 0.1 % on average",
-                got=f"{off:.2%}",
+                got=f"{off:.3%}",
                 cause="gradients underflow or are clipped while scaled, or weights are 16-bit",
             )
 
