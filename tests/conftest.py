@@ -90,20 +90,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep a mistake only under the case that it names; skip what this device cannot show."""
+    named = {a.mistake for item in items if (a := _answer_of(item)) and _is_named(item, a)}
     kept, dropped = [], []
     for item in items:
         answer = _answer_of(item)
-        wanted = answer.mistake.caught_by if answer and answer.mistake else ""
-        (kept if "[" not in wanted or wanted == _spec_of(item) else dropped).append(item)
+        # A mistake that names no case that there is stays under all of them, which say so.
+        elsewhere = answer and answer.mistake in named and not _is_named(item, answer)
+        (dropped if elsewhere else kept).append(item)
         if item.get_closest_marker("gpu") and config.getoption("--device") != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-    cases = {_spec_of(item) for item in kept if (a := _answer_of(item)) and a.mistake}
-    for mistake in {a.mistake for item in dropped if (a := _answer_of(item)) and a.mistake}:
-        if mistake.caught_by not in cases:
-            raise pytest.UsageError(f"{mistake.place}: no spec has the case {mistake.caught_by}")
     _refuse_untouched_stubs(config, kept)
 
 
@@ -126,6 +124,12 @@ def _answer_of(item: pytest.Item) -> Answer | None:
     callspec = getattr(item, "callspec", None)
     answer = callspec.params.get("answer") if callspec else None
     return answer if isinstance(answer, Answer) else None
+
+
+def _is_named(item: pytest.Item, answer: Answer) -> bool:
+    """Whether a mistake names this spec, and this case of it if it names one."""
+    wanted = answer.mistake.caught_by if answer.mistake else ""
+    return wanted in (_spec_of(item), getattr(item, "originalname", item.name))
 
 
 def _spec_of(item: pytest.Item) -> str:
@@ -152,6 +156,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         if answer:
             note_passed(answer.path, _spec_of(pyfuncitem))
         return result
+    if answer.mistake and not _is_named(pyfuncitem, answer):
+        mistake = answer.mistake
+        pytest.fail(f"{mistake.place}: no spec has the case {mistake.caught_by}", pytrace=False)
     try:
         yield
     except Exception as error:

@@ -214,6 +214,7 @@ def bad_proof() -> tuple[int, str]:
         entry("no_module", f"{TOTAL}\n+import no_such_module", f"{THREE}: the mean"),
         entry("crashes", crash, f"{THREE}: the mean"),
         entry("honest_crash", crash, f"{THREE}, where it raises ZeroDivisionError: by zero"),
+        entry("no_case", crash, f"{THREE}: the mean".replace("three", "four")),
         VARIANTS,
         entry("no_variant", crash),
     ]
@@ -250,10 +251,12 @@ def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
         ("forgets_one", "PASSED"),
         ("ignores_start", "PASSED"),
         ("no_variant", "FAILED"),
+        ("no_case", "FAILED"),
     }
     assert ("start_last", "FAILED") not in ends
     assert "the spec accepts mistakes/harmless: Believed of harmless." in out
     assert "mistakes/other_reason is caught, but not for the reason that it names" in out
+    assert re.search(r"tiny_mean\.md:\d+: no spec has the case test_is_the_sum.*\[four\]", out)
     assert "the cause is named" not in out  # no mark says what its spec is about
 
 
