@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from kit import forkserver
 from kit.laws.checks import SpecFailure
 from kit.ranks.world import World
+from selftest import fork_programs
 from selftest import world_programs as programs
 from selftest.tiny import House, hears_ctrl_c, new_folder, wait_for
 
@@ -107,28 +105,10 @@ def test_a_server_that_dies_between_two_looks_is_replaced_by_one_as_warm(monkeyp
 
     monkeypatch.setattr(forkserver, "wait_until_warm", dies_then)
     here, there = forkserver.pipe()
-    process = forkserver.fork(_say, there, log=tmp_path / "log", has_forks=False)
+    process = forkserver.fork(fork_programs.say, there, log=tmp_path / "log", has_forks=False)
     assert here.recv() == (process.pid, forkserver.pid(), process.pid, True)
     forkserver.end(process)
     assert forkserver.is_warm()
-
-
-def _fork_again(pipe, folder):
-    """In a fork: one more, which says where it comes from."""
-    here, there = forkserver.pipe()
-    process = forkserver.fork(_say, there, log=Path(folder, "log"), has_forks=False)
-    pipe.send((os.getpid(), *here.recv(), process.pid))
-    time.sleep(1000)
-
-
-def _say(pipe):
-    pipe.send((os.getpid(), os.getppid(), os.getpgrp(), "torch._dynamo" in sys.modules))
-    while True:  # no thread of Python's runs beside this
-        re.match(r"(a|aa)+$", "a" * 60 + "b")
-
-
-def _has(pipe, names):
-    pipe.send([name in sys.modules for name in names])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no server")
@@ -137,7 +117,9 @@ def test_what_is_preloaded_is_there_in_later_forks_and_what_is_missing_is_no_err
 
     def ask() -> list[bool]:
         here, there = forkserver.pipe()
-        process = forkserver.fork(_has, there, names, log=tmp_path / "log", has_forks=False)
+        process = forkserver.fork(
+            fork_programs.has, there, names, log=tmp_path / "log", has_forks=False
+        )
         found = here.recv()
         forkserver.end(process)
         return found
@@ -155,7 +137,9 @@ def test_what_is_preloaded_is_there_in_later_forks_and_what_is_missing_is_no_err
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no server")
 def test_a_fork_of_a_fork_comes_from_the_same_warm_server_and_ends_with_it(tmp_path):
     here, there = forkserver.pipe()
-    process = forkserver.fork(_fork_again, there, str(tmp_path), log=tmp_path / "l", has_forks=True)
+    process = forkserver.fork(
+        fork_programs.fork_again, there, str(tmp_path), log=tmp_path / "l", has_forks=True
+    )
     first, second, parent, group, is_warm, told = here.recv()
     assert (first, second, parent) == (process.pid, told, forkserver.pid())
     assert group == second
@@ -167,18 +151,14 @@ def test_a_fork_of_a_fork_comes_from_the_same_warm_server_and_ends_with_it(tmp_p
 def test_where_a_fork_is_not_safe_a_process_starts_afresh(monkeypatch, tmp_path):
     monkeypatch.setattr(forkserver, "_is_safe", lambda: False)
     here, there = forkserver.pipe()
-    process = forkserver.fork(_say, there, log=tmp_path / "log", has_forks=False)
+    process = forkserver.fork(fork_programs.say, there, log=tmp_path / "log", has_forks=False)
     assert here.poll(100), forkserver.read(tmp_path / "log")
     assert here.recv() == (process.pid, os.getpid(), process.pid, True)
     assert forkserver.end(process) == -signal.SIGKILL
 
 
-def _exit(code):
-    os._exit(code)
-
-
 def test_a_process_that_has_ended_keeps_its_exit_code(tmp_path):
-    process = forkserver.fork(_exit, 7, log=tmp_path / "log", has_forks=False)
+    process = forkserver.fork(fork_programs.exit_with, 7, log=tmp_path / "log", has_forks=False)
     process.join()
     assert forkserver.end(process) == 7
 
