@@ -103,3 +103,25 @@ def _in_the_background() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def ctrl_c_later() -> Iterator[None]:
+    """Ctrl-C, or SIGTERM, counts at the end of this: nothing is begun and then forgotten.
+
+    To block the signal in this thread is not enough: another one takes it, and this one hears of it
+    all the same.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)

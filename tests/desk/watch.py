@@ -16,7 +16,7 @@ from desk.paper import Paper
 from desk.screen import Screen
 from desk.state import State
 from desk.steps import next_steps
-from desk.terminal import Terminal
+from desk.terminal import Terminal, ctrl_c_later
 from desk.verdict import Job, Verdict
 from desk.words import seconds_waited
 from kit.answers.stubs import is_untouched
@@ -127,7 +127,8 @@ class Watch:
             job = planned(job, record, may_skip=False)
         self._screen = Screen(self._paper, job)
         self._paper.status("judging")
-        self._run = Run(job, self._inbox, self._terminal, self._run)
+        with ctrl_c_later():
+            self._run = Run(job, self._inbox, self._terminal, self._run)
 
     def _show(self, run: Run, what: Event | Verdict) -> None:
         is_end = isinstance(what, Broken | Verdict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import shutil
 import signal
@@ -16,7 +17,12 @@ import pexpect
 import psutil
 import pytest
 
+from desk import watch as watch_module
+from desk.paper import Paper
+from desk.state import State
+from desk.watch import Watch
 from kit.answers.stubs import make_stub
+from kit.catalog import find_kata
 from selftest.terminal import KEYS, Terminal
 from selftest.tiny import SOLUTION, House, new_folder, wait_for
 from selftest.tiny_answers import answer, in_mean
@@ -249,6 +255,26 @@ def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> Non
     other.screen.wait()
     assert other.screen.exitstatus == 0
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_run_that_is_begun_while_somebody_presses_ctrl_c_is_ended(monkeypatch):
+    ended = []
+
+    class Begun:
+        def __init__(self, *_: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        def end(self) -> None:
+            ended.append(self)
+
+    monkeypatch.setattr(watch_module, "Run", Begun)
+    paper = Paper()
+    kata = find_kata("amp_loop")
+    watch = Watch(paper, State(paper.note), kata, queue.SimpleQueue(), None, 20.0)
+    with pytest.raises(KeyboardInterrupt):
+        watch.judge()
+    watch.end_run()
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("when", ["starting", "judging", "waiting"])
