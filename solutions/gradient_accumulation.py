@@ -221,8 +221,8 @@ def train_epoch(
         2. An error, or a bad micro-batch, ends the epoch: finished windows count, no other has
            stepped or counts in `scaler`, which is ready for the next epoch. If the first window
            is bad, older gradients may stay.
-        3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward does not;
-           the loss is computed from the output as float32.
+        3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward outside
+           it; the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule

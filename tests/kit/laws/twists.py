@@ -224,7 +224,7 @@ def fails(
     at: int = 1,
     error: type[BaseException] = Planted,
 ) -> Twist:
-    """The model, the loss or the optimizer's step raises at its visit number `at`."""
+    """The model, the loss, the backward pass or the step raises at its visit number `at`."""
 
     def twist(w: World) -> None:
         counts: dict[str, int] = {}
@@ -236,6 +236,7 @@ def fails(
 
         w.visits, w.tags = visit, {*w.tags, "planted"}
         w.model.register_forward_pre_hook(lambda *_: visit("model"))
+        [*w.model.parameters()][-1].register_hook(lambda _: visit("backward"))
 
     return twist
 

@@ -226,6 +226,8 @@ class TestPart1TrainStep:
         yield "the loss fails", trained_before, foreign, fails("loss")
         yield "the optimizer fails", trained_before, fails("step")
         yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
+        inside = twists.inside_autocast(torch.bfloat16)
+        yield "the backward pass fails inside an autocast of the caller", inside, fails("backward")
 
     @pytest.mark.survives("train_step", "Raises")
     @STEP.spec()

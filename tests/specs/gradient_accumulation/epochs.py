@@ -7,7 +7,7 @@ import math
 import torch
 
 from kit.laws.toys import mse
-from kit.laws.trace import Planted, World
+from kit.laws.trace import World
 from kit.laws.twists import (
     fails,
     foreign,
@@ -36,7 +36,6 @@ from specs.gradient_accumulation.scenarios import (
     STEPS,
     Row,
     Rows,
-    backward_fails,
     bad,
     failing,
     gradient_of_another,
@@ -50,6 +49,7 @@ from specs.gradient_accumulation.scenarios import (
 )
 
 INF, NAN, HALF = math.inf, math.nan, option(max_norm=0.5)
+IN_BFLOAT16 = put(dtype=torch.bfloat16)
 DISABLED = put(scaler={"enabled": False})
 RETRIED = tag("retried")
 
@@ -156,7 +156,13 @@ FLOAT32: dict[str, Rows] = {
     },
     "autocast of the caller": {
         **AUTOCAST,
-        "in bfloat16, inside the caller's autocast": (put(dtype=torch.bfloat16), *IN_AUTOCAST),
+        "in bfloat16, inside the caller's autocast": (IN_BFLOAT16, *IN_AUTOCAST),
+        "in bfloat16, inside the caller's autocast, and the backward pass fails": (
+            *(IN_BFLOAT16, *IN_AUTOCAST, fails("backward", 5)),
+        ),
+        "in bfloat16, inside the caller's autocast, and the loss fails": (
+            *(IN_BFLOAT16, *IN_AUTOCAST, fails("loss", 5)),
+        ),
     },
     "errors": {
         **failing("model", 4),
@@ -165,7 +171,7 @@ FLOAT32: dict[str, Rows] = {
         **failing("data", 4, 6),
         "the schedule fails at 2": (trained_before, heard_schedule, fails("schedule", 2)),
         "the loss fails at 5 as an iterator at its end": (fails("loss", 5, StopIteration),),
-        "the backward pass fails at 5": (trained_before, backward_fails(5, Planted)),
+        "the backward pass fails at 5": (trained_before, fails("backward", 5)),
         "the step fails, and the next epoch": (fails("step", 2), RETRIED),
         "the data fail at once": (stale, fails("data", 2), tag("early")),
         "the model fails, a loss with a parameter": (loss_with_a_parameter, fails("model", 5)),

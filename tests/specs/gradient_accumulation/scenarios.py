@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
-from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
+from kit.laws.trace import PlantedInterrupt, Probe, World
 from kit.laws.twists import (
     Pair,
     Twist,
@@ -159,22 +159,6 @@ FOREIGN: dict[str, Row] = {
 }
 
 
-def backward_fails(at: int, error: type[BaseException]) -> Twist:
-    """The backward pass number `at` raises."""
-
-    def twist(w: World) -> None:
-        runs = []
-
-        def hook(grad: Tensor) -> None:
-            runs.append(grad)
-            if len(runs) == at:
-                raise error("planted")
-
-        [*w.model.parameters()][-1].register_hook(hook)
-
-    return twist
-
-
 def failing(place: str, *numbers: int, tags: Iterable[str] = ()) -> dict[str, Row]:
     """An error at each of these visits of model, loss, step or data; and Ctrl-C at the last."""
     rows: dict[str, Row] = {
@@ -187,8 +171,8 @@ def failing(place: str, *numbers: int, tags: Iterable[str] = ()) -> dict[str, Ro
 ERRORS = {
     **failing("model", 3),
     **failing("step", 1),
-    "the backward pass fails at 2": (trained_before, backward_fails(2, Planted)),
-    "Ctrl-C in the backward pass": (trained_before, backward_fails(3, PlantedInterrupt)),
+    "the backward pass fails at 2": (trained_before, fails("backward", 2)),
+    "Ctrl-C in the backward pass": (trained_before, fails("backward", 3, PlantedInterrupt)),
     "the model fails, and the next call": (stale, fails("model", 2), tag("retried")),
     "Ctrl-C in the step, and the next call": (
         fails("step", 1, PlantedInterrupt),
@@ -196,7 +180,13 @@ ERRORS = {
     ),
 }
 IN_AUTOCAST: Row = (inside_autocast(torch.bfloat16), tag("the caller's autocast"))
-AUTOCAST = {"inside the caller's autocast": IN_AUTOCAST}
+AUTOCAST = {
+    "inside the caller's autocast": IN_AUTOCAST,
+    "inside the caller's autocast, and the backward pass fails": (
+        *IN_AUTOCAST,
+        fails("backward", 2),
+    ),
+}
 NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
     "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),

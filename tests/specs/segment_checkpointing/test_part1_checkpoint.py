@@ -134,7 +134,7 @@ class TestPart1Checkpoint:
         yield "integers", lambda call: body.weight[0, call(index, w.data(11, 5))]
 
     @pytest.mark.saves("checkpoint", "kept")
-    @pytest.mark.parametrize("kind", ["trained", "data", "with others"])
+    @pytest.mark.parametrize("kind", ["trained", "data", "with others", "nested"])
     def test_keeps_its_arguments_and_nothing_else(self, answer, reference, device, kind):
         """Bar: the argument + 8 KiB for the loss, a random state, and what else an answer needs.
 
@@ -148,7 +148,8 @@ class TestPart1Checkpoint:
         function, args = (several, others) if kind == "with others" else (model, ())
 
         def held(call, kept):
-            out = call(function, x * 2, *args)
+            nested = lambda a: call(model[1:], call(model[:1], a))  # noqa: E731
+            out = call(nested if kind == "nested" else function, x * 2, *args)
             kept.append(out.sum() if torch.is_tensor(out) else out[0].sum() + out[2].sum())
 
         calls = answer.checkpoint, reference.checkpoint, w.plain_call
