@@ -30,13 +30,18 @@ from specs.fsdp_wrap.simulated import (
 
 # The bars show the reference on 8 ranks only: each further world takes a third of a second.
 RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
-BF16 = {"dtype": torch.bfloat16}
+BF16, KEPT = {"dtype": torch.bfloat16}, {"reshard_after_forward": False}
 KEPT_ALSO: dict[str, tuple[Any, dict[str, Any]]] = {
     "six_blocks": (tall, {}),
     "bf16-nested": (nested, BF16),
     "checkpoint-nested": (nested, {"checkpoint": True}),
 }
-ALONE = {"fp32-given_back": {}, "fp32-kept": {"reshard_after_forward": False}, "bf16": BF16}
+ALONE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fp32-given_back": (tall, {}),
+    "fp32-kept": (tall, KEPT),
+    "bf16": (tall, BF16),
+    "kept-checkpoint-nested": (nested, KEPT | {"checkpoint": True}),
+}
 ROWS = "1 / N of the rows of each parameter, rounded up"
 
 
@@ -243,19 +248,21 @@ class TestPart1Wrap:
         check_calls(yours.calls, planned(shape, 8), what="a step of a model with frozen parts")
 
     @pytest.mark.saves("wrap", 1)
-    @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
-    def test_a_forward_alone_leaves_nothing_gathered(self, answer, reference, device, options):
+    @pytest.mark.parametrize(("shape", "options"), ALONE.values(), ids=ALONE)
+    def test_a_forward_alone_leaves_nothing_gathered(
+        self, answer, reference, device, shape, options
+    ):
         """Under no_grad n + 1 gathers; two blocks and the root's unit at most, and then none. With
         reshard_after_forward=False the whole model at most.
         """
         yours, theirs = (
-            books(m, device, 8, shape=tall, forward_only=True, **options)
+            books(m, device, 8, shape=shape, forward_only=True, **options)
             for m in (answer, reference)
         )
         dtype, is_kept = options.get("dtype", torch.float32), "reshard_after_forward" in options
         what = "a forward under no_grad"
-        check_calls(yours.calls, planned(tall, 8, 1, dtype, reductions=0), what=what)
-        *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*tall()))
+        check_calls(yours.calls, planned(shape, 8, 1, dtype, reductions=0), what=what)
+        *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*shape()))
         simulated.check_whole(yours.memory, theirs.memory, blocks, root, f"in {what}", not is_kept)
         cause = "no backward comes that would give it back: the root's unit, or all of them"
         left = yours.memory.after["unsharded"]

@@ -23,7 +23,7 @@ SEED = 6
 
 
 class Nested(nn.Module):
-    """Blocks in blocks, one of a subclass; a parameter and a buffer have two names."""
+    """Blocks in blocks, one of a subclass; a parameter and two buffers have two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +36,7 @@ class Nested(nn.Module):
         self.outer = nn.Sequential(Outer(WIDTH), Deep(WIDTH))
         self.embed = nn.Linear(FEATURES, WIDTH)
         self.embed.register_buffer("scale", self.scale)
+        self.embed.register_buffer("steps", self.steps)
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.head(self.outer(self.embed(inputs))) + self.offset
@@ -154,10 +155,12 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has more than one."""
-    groups: dict[int, list[str]] = {}
+    """The names of each parameter, and of each memory of buffers, that has more than one."""
+    groups: dict[tuple[str, int], list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(p), []).append(name)
+        groups.setdefault(("parameter", id(p)), []).append(name)
+    for name, b in model.named_buffers(remove_duplicate=False):
+        groups.setdefault(("buffer", b.untyped_storage().data_ptr()), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 

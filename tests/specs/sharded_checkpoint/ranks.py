@@ -247,7 +247,8 @@ def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
     optimizer.step()
     answer.save(folder, model, optimizer, 1)
     evaluate(model)
+    next(model.parameters()).requires_grad_(False)
     answer.load(folder, model, adamw([last]))
-    cause = "gradients of before are still there"
+    cause = "gradients of before are still there: of what is frozen now, or not in the optimizer"
     there = [name for name, p in named(model) if p.grad is not None]
     check_equal(there, [], "parameters with gradients", cause=cause)

@@ -43,7 +43,7 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
             newest = answer.load(folder, model, optimizer)
             check_equal(newest, number, "step of the newest checkpoint", cause=cause)
             dist.barrier()
-        for old in dict.fromkeys((number, 2)):
+        for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
             refuse(old, number)
     cause = "save takes away what is no checkpoint"
     gone = sorted({*planted, *kept} - _files(folder).keys())
