@@ -56,6 +56,17 @@ class SpecFailure(AssertionError):
         return SpecFailure(**self._parts() | changes).with_traceback(self.__traceback__)
 
 
+def in_scenario(error: Exception, scenario: str) -> Exception:
+    """The error, to be raised again, with the scenario in which it came."""
+    where = f"in the scenario: {scenario}"
+    if isinstance(error, SpecFailure):
+        told = error.but(got=f"{error.got}\n{where}")
+        told.__cause__ = error.__cause__  # has the answer's own line
+        return told
+    vars(error)["__notes__"] = [*getattr(error, "__notes__", []), where]
+    return error
+
+
 @dataclass(frozen=True)
 class Bar:
     """A memory bar: what was measured, in bytes, and the limit that it was held to."""

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.laws.checks import SpecFailure, fail
+from kit.laws.checks import SpecFailure, fail, in_scenario
 from kit.laws.compare import NEAR, same
 from kit.laws.differences import shown
 from kit.laws.scenarios import as_spec
@@ -147,8 +147,7 @@ class Law:
         seen = observe(partial(self.call, answer), self.scenarios[scenario], device)
         error = seen["_error"]
         if error is not None and self._is_unexpected(error, self._wanted(scenario, device)):
-            error.__notes__ = [*getattr(error, "__notes__", []), f"in the scenario: {scenario}"]
-            raise error
+            raise in_scenario(error, scenario)
         return seen
 
     def _is_unexpected(self, error: BaseException, want: Trace) -> bool:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from kit.laws import draw
-from kit.laws.checks import check_equal, same
+from kit.laws.checks import check_equal, in_scenario, same
 from kit.laws.suspects import suspects
 
 Judge = Callable[..., tuple[object, object]]
@@ -129,11 +129,12 @@ def _given(
     given: Given = {}
     draw.seed(0)  # of a suspect the same scenarios are wanted
     with _made_on(device), closing(worlds()) as found:  # type: ignore[type-var]
+        name = ""
         try:
             for name, *world in found:
                 given[name] = judge(answer, device, name, *world)
         except Exception as error:
-            return given, error
+            return given, in_scenario(error, name) if name and name not in given else error
     return given, None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kit.laws import draw
+from kit.laws.checks import in_scenario
 from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shards import gradients_of, mesh, meshes, named, weights
@@ -230,6 +231,5 @@ def seen(answer: Any, rank: int, name: str) -> Trace:
     """What is seen of an answer; an error says in which scenario it was raised."""
     try:
         return _Answer(answer, CASES[name], rank, dist.get_world_size()).play()
-    except BaseException as error:
-        vars(error)["__notes__"] = [*getattr(error, "__notes__", []), f"in the scenario: {name}"]
-        raise
+    except Exception as error:
+        raise in_scenario(error, name) from error.__cause__

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kit.laws.checks import in_scenario
 from kit.laws.law import Law
 from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import PlantedInterrupt, Trace, World, observe
@@ -156,8 +157,7 @@ class RankLaw(Law):
         try:
             return _side_by_side(self.world.run(answer, ranks.observed, scenario), set())
         except Exception as error:
-            error.__notes__ = [*getattr(error, "__notes__", []), f"in the scenario: {scenario}"]
-            raise
+            raise in_scenario(error, scenario) from error.__cause__
 
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:
