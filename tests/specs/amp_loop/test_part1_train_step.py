@@ -28,6 +28,11 @@ def by_hand(w):
     w.batches = [(torch.tensor([[1.0], [2.0]]), torch.ones(2, 1))]
 
 
+def targets_in_float64(w):
+    """So is the loss."""
+    w.batches = [(x, y.double()) for x, y in w.batches]
+
+
 def inside_their_own(w):
     """Inside an autocast of the step's own dtype."""
     twists.inside_autocast(torch.bfloat16 if w.dtype == torch.float32 else w.dtype)(w)
@@ -50,6 +55,7 @@ class TestPart1TrainStep:
         """
         yield "w = 3", by_hand
         yield "w = 3, and the loss is overwritten afterwards", by_hand, twists.overwritten_loss
+        yield "w = 3, and targets in float64", by_hand, targets_in_float64
 
     @pytest.mark.exact("train_step", "autocast")
     @in_each_precision

@@ -42,7 +42,8 @@ class Side:
         scaler.scale(torch.zeros((), device=self.device))  # GradScaler makes its scale here
 
     def optimizer_of(self, sizes):
-        params = [nn.Parameter(torch.ones(n, device=self.device)) for n in sizes]
+        shapes = [(2, 2) if n == 4 else (n,) for n in sizes]
+        params = [nn.Parameter(torch.ones(shape, device=self.device)) for shape in shapes]
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
         return torch.optim.SGD(groups, lr=0.125, momentum=0.5)
 
@@ -60,7 +61,9 @@ class Side:
         if bad is not None:
             flat[at] = bad
         for n, (p, part) in enumerate(zip(held(optimizer), flat.split(self.sizes), strict=True)):
-            p.grad = None if n == missing else part.clone()
+            grad = part.view(p.shape)  # of a matrix as a transposed weight's, or channels_last
+            grad = grad.t().contiguous().t() if p.dim() == 2 else grad.clone()
+            p.grad = None if n == missing else grad
 
     def scaled(self, dtype):
         """A loss of 1.1, scaled, and whether it has a graph."""
@@ -83,9 +86,13 @@ class Side:
         grads = [p.new_ones(1) if p.grad is None else p.grad.to_dense() for p in params]
         return {
             "state": self.state_dict(),
-            "weights": torch.cat(params).detach(),
-            "gradients": torch.cat(grads).nan_to_num(nan=7.0, posinf=7.0, neginf=7.0),
+            "weights": _flat(params).detach(),
+            "gradients": _flat(grads).nan_to_num(nan=7.0, posinf=7.0, neginf=7.0),
         }
+
+
+def _flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def held(optimizer):
