@@ -26,6 +26,7 @@ from specs.gradient_accumulation.tokens import (
     labelled,
     masked,
     tokens,
+    transposed,
 )
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ GROUPS: dict[str, dict[str, Plan]] = {
         ),
         "the same micro-batch again": Plan(UNEVEN, again=True),
         "a model in float16": Plan(UNEVEN, in_sixteen_bits(torch.float16)),
-        "ignore_index 0": Plan(UNEVEN, ignore_index=0),
+        "ignore_index 0, logits transposed": Plan(UNEVEN, (transposed,), ignore_index=0),
     },
     "no labels": {
         "a rank without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 3, 0),)),

@@ -106,6 +106,7 @@ def ids(*shape: int) -> Tensor:
 NO_TOKENS: dict[str, tuple[Any, ...]] = {
     "no samples": ((ids(0, 3), ids(0, 3)), "0"),
     "no length": ((ids(3, 0), ids(3, 0)), "0"),
+    "a dimension more": ((ids(2, 3), ids(2, 3, 1)),),
     "another length": ((ids(2, 5), ids(2, 4)), "5", "4"),
     "as many elements": ((ids(2, 6), ids(6, 2)), "2", "6"),
     "one target for all": ((ids(4, 3), ids(1, 3)), "4", "1"),

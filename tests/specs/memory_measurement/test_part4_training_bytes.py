@@ -1,15 +1,19 @@
 """The closed form, compared with published figures and with sums on the page."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
 from kit.laws.checks import check_raises
 from kit.laws.scenarios import scenarios
 
+KNOWN = {"np": np, "Fraction": Fraction}
+
 
 def call(answer, words):
     """The arguments as one writes them."""
-    return eval(f"training_bytes({words})", {"training_bytes": answer.training_bytes, "np": np})
+    return eval(f"training_bytes({words})", {"training_bytes": answer.training_bytes} | KNOWN)
 
 
 @scenarios("bytes")
@@ -123,6 +127,7 @@ class TestPart4TrainingBytes:
         bad |= {f"10, 'adam', ranks={n}": n for n in (2.0, 0.5)}
         bad |= {f"10, 'adam', zero_stage={n}": n for n in (2.0, 3.5)}
         bad |= {f"10, 'lora_4bit', trainable={n}": n for n in (2.5, 3.0, -0.5)}
+        bad |= {f"10, 'adam', ranks=Fraction({n})": n for n in (2, 4)}
         check_refusals(answer, TypeError, bad)
 
     @pytest.mark.survives("training_bytes", "Raises")
@@ -131,6 +136,7 @@ class TestPart4TrainingBytes:
             "10, 'adamw8bit'": "adamw8bit",
             "10, 'Adam'": "Adam",
             "-5, 'adam'": -5,
+            "-6, 'lora_4bit', trainable=1": -6,
             "10, 'lora_16bit'": None,
         }
         bad |= {f"10, 'adam', ranks={n}": n for n in (0, -2)}

@@ -130,6 +130,7 @@ class TestPart2SecondRun:
         model = w.probed(nn.Linear(2, 2))
         yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
         yield "one tensor twice", all_of(lambda x: (y := x * v, y))
+        yield "one tensor twice, and another", all_of(lambda x: (y := x * v, y, x + v))
 
         changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
         yield "changed in place", changed(lambda x: x * v)

@@ -138,6 +138,10 @@ class TestPart4Snapshots:
         layers = w.chain(6, x.device)[0]
         layers[2], layers[3] = Applied(torch.fft.fft), Applied(torch.abs)
         yield "complex numbers between", layers, x, 2
+        layers, scale = w.chain(6, x.device)[0], w.leaf(5)
+        layers[1] = layers[4] = Applied(lambda y: y * scale)
+        seen = lambda x, scale=scale: x  # noqa: E731
+        yield "a leaf that layers use", layers, x, 2, w.loss_of, seen
         words = w.chain(6, x.device)[0]
         words[0] = nn.Embedding(17, 5)
         yield "indices", words, torch.arange(13), 2
