@@ -69,6 +69,15 @@ class TestPart1LargeModelDetails:
         for what, (size, spoil) in changes.items():
             options = {"size": size, "masks": 1, "frozen": partial(_in_blocks, "1")}
             yield what, *(large(**options, spoil=s) for s in (spoil, None))
+        held = []
+
+        def spoilt_between(loss):
+            loss.backward(retain_graph=True)
+            held[-1].layers[1].up.weight.detach().mul_(2)
+            loss.backward()
+
+        spoilt = large(spoil=lambda model, *_: held.append(model), backward=spoilt_between)
+        yield "a weight, between two backward passes", spoilt, large(backward=twice)
 
     @pytest.mark.survives("LargeModel", 6)
     @as_without("something made in __init__, or in a step, still holds the original's blocks")

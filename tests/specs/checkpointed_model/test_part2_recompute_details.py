@@ -88,6 +88,8 @@ class TestPart2RecomputeDetails:
         changed = lambda model, x, args, kwargs: args[0].update(b=2.0)  # noqa: E731
         yield "a dict of numbers", chain(mixers, {"b": 0.5}, spoil=changed)
         yield "a dict with a tensor too", chain(mixers, {"a": FLOAT, "b": 0.5}, spoil=changed)
+        within = lambda model, x, args, kwargs: args[0][0].append(2.0)  # noqa: E731
+        yield "a list in a tuple", chain(mixers, ([0.5],), spoil=within)
         longer = lambda model, x, args, kwargs: kwargs["c"][0].append(2.0)  # noqa: E731
         yield "a list in a list, by keyword", chain(mixers, c=[[0.5]], spoil=longer)
 
@@ -185,5 +187,7 @@ class TestPart2RecomputeDetails:
         for bad in (3, "generator", torch.ones(2), None, Noisy):
             for state in ([block, bad], [bad, block]):
                 call = partial(answer.recompute, ran.append, torch.ones(2), state=state)
-                check_raises(call, TypeError, mentions=[bad], when=f"for {bad!r} in state")
+                for mode in (torch.enable_grad, torch.no_grad):
+                    when = f"for {bad!r} in state, under {mode.__name__}"
+                    check_raises(mode()(call), TypeError, mentions=[bad], when=when)
         check_equal(ran, [], "runs of the function", cause="state is checked too late")

@@ -133,7 +133,8 @@ def check_refused(answer: Any, mesh: DeviceMesh, what: str, bad: Bad) -> None:
         over = init_device_mesh(device, bad.mesh, mesh_dim_names=("a", "b"))
     model = bad.model(answer, mesh)  # no .to(): it would give back what is gathered
     before = _anatomy(model)
-    call = lambda: answer.wrap(model, over, bad.types, make_optimizer, dtype=bad.dtype)  # noqa: E731
+    options = {"dtype": bad.dtype, "checkpoint": True}  # blocks are not changed for that either
+    call = lambda: answer.wrap(model, over, bad.types, make_optimizer, **options)  # noqa: E731
     unseen = f"{what} is not seen, or not on every path to a module, or too late"
     check_raises(call, ValueError, mentions=bad.words, when=f"for {what}", cause=unseen)
     changed = [name for name, found in _anatomy(model).items() if before.get(name) != found]

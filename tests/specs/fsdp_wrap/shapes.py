@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ def any_names() -> Shape:
     model = make(blocks=2)
     names = {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "forward", "block"}
     shares = dict.fromkeys(names, 1 / len(names))
-    model.blocks = nn.ModuleList(Told(WIDTH) for _ in range(2))
+    # One's name begins as the other's: that one is inside of it cannot be told by that.
+    model.blocks = nn.Sequential(OrderedDict(told=Told(WIDTH), told_too=Told(WIDTH)))
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args, __: (args, shares), with_kwargs=True)
     return model, Told
