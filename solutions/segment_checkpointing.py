@@ -33,7 +33,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
                       gradients stops no others
         kept          until backward the arguments, and nothing computed from them; then one
                       checkpoint's inside at a time
-        freed         after backward nothing is left but `function`, without the garbage collector
+        freed         after backward no tensor is left, without the garbage collector
         random state  the second run draws what the first drew from torch's default generators; all
                       else draws as after one run
         autocast      in the second run as in the first: on or off, dtype; backward runs in the

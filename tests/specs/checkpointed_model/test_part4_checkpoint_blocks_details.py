@@ -78,10 +78,13 @@ class TestPart4CheckpointBlocksDetails:
 
     @pytest.mark.survives("checkpoint_blocks", 5)
     def test_takes_blocks_of_another_class_in_a_second_call(self, answer):
-        model, got = nn.Sequential(Nest(), nn.Sequential(Noisy()), Noisy()), []
-        for kind in (Nest, Noisy):
-            got.append(answer.checkpoint_blocks(model, kind))
-        check_equal(got, [1, 2], "numbers of blocks", cause="it goes by the model")
+        for kinds, want in (((Nest, Noisy), [1, 2]), ((Noisy, Nest), [3, 1])):
+            model = nn.Sequential(Nest(Noisy()), nn.Sequential(Noisy()), Noisy())
+            if kinds[0] is Nest:
+                model[0].inner = nn.Identity()
+            got = [answer.checkpoint_blocks(model, kind) for kind in kinds]
+            what = "numbers of blocks, of the outer class first or of the inner one"
+            check_equal(got, want, what, cause="it goes by the model, or by what is inside a block")
 
     @pytest.mark.survives("checkpoint_blocks", 10)
     @checkpointed("torch's own stream alone is set, or generators are not looked for at each call")

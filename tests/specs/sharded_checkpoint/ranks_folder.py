@@ -53,7 +53,7 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
 def _planted(folder: Path) -> dict[str, Any]:
     """All that is there, with files of somebody else in folders with likely names."""
     if dist.get_rank() == 0:
-        for name in ("tmp", ".tmp", "temp", "best-1"):
+        for name in ("tmp", ".tmp", "temp", "best-1", "data.part", "data.tmp"):
             (folder / name).mkdir(parents=True)
             (folder / name / "mine.txt").touch()
     dist.barrier()
