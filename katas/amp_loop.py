@@ -1,6 +1,6 @@
 """AMP loop: mixed precision without losing a gradient or a byte.
 
-    untouched  modes, hooks, training flags and the caller's data stay as they were, after an error
+    untouched  modes, hooks, training flags and values of data stay as they were, after an error
                too; no seed is set
 
 Errors are ValueError unless it says otherwise, name the offending value, and are raised before
@@ -82,6 +82,7 @@ def train_step(
 
     Details:
         1. Parameters without a gradient in this step are not stepped, whatever they had before.
+           Gradients are dense.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Nothing
            is said of its gradient.
         3. A huge finite gradient such as 1e30 is no overflow: it has a norm, and can be clipped.
@@ -281,4 +282,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 3696af6f262b
+# untouched stub 8a803dae8f1c

@@ -24,7 +24,7 @@ from desk.watch import Watch
 from kit.answers.stubs import make_stub
 from kit.catalog import find_kata
 from selftest.terminal import KEYS, Terminal
-from selftest.tiny import SOLUTION, House, new_folder, wait_for
+from selftest.tiny import SOLUTION, House, hears_ctrl_c, new_folder, wait_for
 from selftest.tiny_answers import answer, in_mean
 
 pytestmark = pytest.mark.timeout(120)
@@ -271,7 +271,7 @@ def test_a_run_that_is_begun_while_somebody_presses_ctrl_c_is_ended(monkeypatch)
     paper = Paper()
     kata = find_kata("amp_loop")
     watch = Watch(paper, State(paper.note), kata, queue.SimpleQueue(), None, 20.0)
-    with pytest.raises(KeyboardInterrupt):
+    with hears_ctrl_c(), pytest.raises(KeyboardInterrupt):
         watch.judge()
     watch.end_run()
     assert len(ended) == 1
