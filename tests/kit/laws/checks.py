@@ -56,7 +56,7 @@ class SpecFailure(AssertionError):
         return SpecFailure(**self._parts() | changes).with_traceback(self.__traceback__)
 
 
-def in_scenario(error: Exception, scenario: str) -> Exception:
+def in_scenario(error: BaseException, scenario: str) -> BaseException:
     """The error, to be raised again, with the scenario in which it came."""
     where = f"in the scenario: {scenario}"
     if isinstance(error, SpecFailure):

@@ -124,7 +124,7 @@ def _hold(
 
 def _given(
     answer: ModuleType, device: torch.device, judge: Judge, worlds: Worlds
-) -> tuple[Given, Exception | None]:
+) -> tuple[Given, BaseException | None]:
     """What the answer gives and should give in each scenario, as far as it comes."""
     given: Given = {}
     draw.seed(0)  # of a suspect the same scenarios are wanted

@@ -231,5 +231,5 @@ def seen(answer: Any, rank: int, name: str) -> Trace:
     """What is seen of an answer; an error says in which scenario it was raised."""
     try:
         return _Answer(answer, CASES[name], rank, dist.get_world_size()).play()
-    except Exception as error:
+    except BaseException as error:
         raise in_scenario(error, name) from error.__cause__

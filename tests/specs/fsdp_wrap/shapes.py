@@ -118,7 +118,7 @@ def any_names() -> Shape:
     model = make(blocks=2)
     names = {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "forward", "block"}
     shares = dict.fromkeys(names, 1 / len(names))
-    # One's name begins as the other's: that one is inside of it cannot be told by that.
+    # One name begins with the other: names do not tell which block is inside which.
     model.blocks = nn.Sequential(OrderedDict(told=Told(WIDTH), told_too=Told(WIDTH)))
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args, __: (args, shares), with_kwargs=True)
