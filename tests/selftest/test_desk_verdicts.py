@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from selftest.tiny import House, hears_ctrl_c, house, later, new_folder, wait_for
+from selftest.tiny import House, hears_ctrl_c, house, later, new_folder, result, wait_for
 from selftest.tiny_answers import ANSWERS, block, judge, line_of, seen
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,6 +25,21 @@ later("untouched", lambda: house().desk("kata", "tiny_mean"))
 REFERENCE = ("kata", "tiny_mean", "--answers", "solutions")
 later("reference", lambda: house().desk(*REFERENCE))
 later("every line", lambda: house().desk(*REFERENCE, "-v"))
+
+
+def two_answers() -> tuple[int, str]:
+    """In the first `mean` fails by its Counter; in the second by itself, beside a Counter."""
+    home = House(new_folder())
+    home.add_kata("tiny_mean")
+    first = ANSWERS["counts"][0]
+    second = first.replace("self.step + 1", "self.step * 1").replace("/ len(values)", "* 2")
+    for name, text in {"first": first, "second": second}.items():
+        home.write(f"{name}.py", text)
+    proof = ("--answers=first.py,second.py", "-q", "-p", "no:randomly", "-k", "three")
+    return home.run("pytest", "tests/specs", *proof)
+
+
+later("two answers", two_answers)
 
 
 def test_an_untouched_stub_is_not_written_yet():
@@ -76,6 +91,13 @@ def test_a_function_that_makes_the_spec_of_another_fail_is_named_and_judged_next
     assert f"Next:    fix Counter in answers/counts.py:{line}\n" in out
     assert "then:    nox -s kata -- tiny_mean 2 --answers answers/counts.py\n" in out
     assert "a hint:  nox -s hint -- tiny_mean 2\n" in out
+
+
+def test_what_is_wrong_in_one_answer_is_not_blamed_in_the_next():
+    code, out = result("two answers")
+    assert code == 1
+    assert out.count("with the reference's in its place") == 1
+    assert "2 failed" in out
 
 
 def test_every_spec_and_every_bar_is_shown_if_asked():

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import io
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -40,7 +41,9 @@ def blamed(
         for other in _others(answer, function) if not error.sure else ():
             paths = {"answer": str(answer.path), "reference": str(answer.kata.solution)}
             text = _SWAPPED.format(**paths, function=other)
-            path = materialise(answer.kata, f"with the reference's {other}", text)
+            # One path for each answer: several may be judged in one run, and a path is loaded once.
+            label = f"{zlib.crc32(bytes(answer.path)):08x} with the reference's {other}"
+            path = materialise(answer.kata, label, text)
             if _holds(item, load(Answer(answer.kata, "file", path))):
                 cause = f"{other}: with the reference's in its place, {function} passes this spec"
                 return error.but(cause=cause, sure=True, at=other)

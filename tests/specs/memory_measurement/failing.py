@@ -12,7 +12,10 @@ from kit.memory.ruler import collector_paused
 
 
 def check_nothing_waits(run: Callable, end: str, device: torch.device) -> None:
-    """Have `run` call a function that ends so: a tensor of its frame is gone with the error."""
+    """Have `run` call a function that ends so: a tensor of its frame is gone with the error.
+
+    What fails in Python, and what fails in one of torch's operations.
+    """
     __tracebackhide__ = True
     planted, there = ENDINGS[end], []
 
@@ -22,9 +25,15 @@ def check_nothing_waits(run: Callable, end: str, device: torch.device) -> None:
         if planted:
             raise type(planted)(*planted.args)
 
+    def operates() -> None:
+        own = torch.ones(8, device=device)
+        there.append(ref(own))
+        own @ own[1:]
+
     with collector_paused():
-        with suppress(KeyError, KeyboardInterrupt):
-            run(ends)
+        for failing in (ends, operates):
+            with suppress(KeyError, KeyboardInterrupt, RuntimeError):
+                run(failing)
         alive = [own() is not None for own in there]
     cause = "a local variable keeps the error, whose traceback holds that variable's frame: a cycle"
     what = "tensors of the failed call that wait for the garbage collector"

@@ -118,6 +118,9 @@ class TestPart2SavedBytes:
         layers[2].requires_grad_(False)
         x, row, body, loss = leaf(5, 6), leaf(6), nn.Linear(6, 8, bias=False), nn.Linear(8, 2)
         yield "a frozen layer", 4 * (5 * 6 + 5 * 8 + 2 * 8), lambda: layers(x), layers
+        wave = nn.Linear(6, 8, bias=False, dtype=torch.complex64)
+        z = leaf(5, 6, dtype=torch.complex64)
+        yield "a lazy conjugate is a view", 8 * 30, lambda: z @ wave.weight.mH, wave
         yield "halves", 4 * 30, lambda: [F.linear(x, w) for w in body.weight.chunk(2)], body
         in_16_bits = torch.autocast(x.device.type, torch.bfloat16)(lambda: body(x))
         yield "16-bit copies are no views", 2 * (30 + 48), in_16_bits, body
@@ -196,6 +199,8 @@ class TestPart2SavedBytes:
         Another graph is kept by somebody.
         """
         x, storages, nodes, auxiliary = leaf(32, device=device), [], [], []
+        model = nn.Module()
+        its = ref(model)
 
         def forward():
             auxiliary.append(x.sigmoid().sum())
@@ -207,7 +212,8 @@ class TestPart2SavedBytes:
             return results
 
         with collector_paused():
-            answer.saved_bytes(forward, nn.Module())
+            answer.saved_bytes(forward, model)
+            del model
             alive = [storage() is not None for storage in storages]
             graph = [node() is not None for node in nodes]
         what = "of exp, relu and square: results still alive"
@@ -215,6 +221,8 @@ class TestPart2SavedBytes:
         suspect = "the pack hook keeps a tensor with its grad_fn, and so the graph holds itself"
         cycle = {suspect: [True, True, False]} if any(graph) else {}
         check_equal(alive, [False] * 3, what, cause=cause, suspects=cycle)
+        cause = "what a hook keeps in a graph refers to the model"
+        check_equal(its() is None, True, "the caller's model is gone, a graph lives", cause=cause)
 
     @pytest.mark.survives("saved_bytes", 4)
     @pytest.mark.parametrize("end", ENDINGS)

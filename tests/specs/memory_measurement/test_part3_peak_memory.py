@@ -22,9 +22,9 @@ KIB = 1024
 
 
 @scenarios("bytes (baseline, peak - baseline, retained)")
-def counts(answer, device, name, want, step, existing=()):
-    """`want` is in KiB; the device is named by a string."""
-    got = answer.peak_memory(step, str(device), existing)
+def counts(answer, device, name, want, step, existing=(), spelled=str):
+    """`want` is in KiB; the device is named by a string unless it says otherwise."""
+    got = answer.peak_memory(step, spelled(device), existing)
     baseline = got.baseline if device.type == "cpu" else want[0] * KIB
     return (baseline, got.peak - got.baseline, got.retained), tuple(KIB * n for n in want)
 
@@ -146,6 +146,8 @@ class TestPart3PeakMemory:
     def test_counts_one_device(self):
         yield "a million floats on meta", (0, 0, 0), lambda: torch.ones(10**6, device="meta") * 2
         yield "existed on meta", (0, 0, 0), lambda: None, [torch.ones(10**6, device="meta")]
+        numbered = lambda device: torch.device(device.type, 0)  # noqa: E731
+        yield "a torch.device with a number", (0, 4, 0), lambda: floats(4), (), numbered
 
     @pytest.mark.saves("peak_memory", "peak")
     def test_shows_what_checkpointing_takes_off_the_peak(self, answer, reference, device):

@@ -1,14 +1,22 @@
 """The closed form, compared with published figures and with sums on the page."""
 
+from enum import IntEnum
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from kit.laws.checks import check_raises
+from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
 
-KNOWN = {"np": np, "Fraction": Fraction}
+
+class Stage(IntEnum):
+    """What ZeRO divides; its members are ints."""
+
+    WEIGHTS = 3
+
+
+KNOWN = {"np": np, "Fraction": Fraction, "Stage": Stage}
 
 
 def call(answer, words):
@@ -129,6 +137,9 @@ class TestPart4TrainingBytes:
         bad |= {f"10, 'lora_4bit', trainable={n}": n for n in (2.5, 3.0, -0.5)}
         bad |= {f"10, 'adam', ranks=Fraction({n})": n for n in (2, 4)}
         check_refusals(answer, TypeError, bad)
+        named = call(answer, "10, 'adam', zero_stage=Stage.WEIGHTS, ranks=4")
+        cause = "an IntEnum is an int: ask with isinstance"
+        check_equal(named, 3 * 16, "bytes at a stage that an IntEnum names", cause=cause)
 
     @pytest.mark.survives("training_bytes", "Raises")
     def test_refuses_bad_input(self, answer):
