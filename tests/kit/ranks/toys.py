@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kit.laws import draw
@@ -15,7 +16,7 @@ FEATURES, OUTPUTS, WIDTH = 5, 3, 13
 
 
 class Block(nn.Module):
-    """x + down(drop(tanh(up(norm(x))))); the hidden width is 3 * width + 1.
+    """x + down(drop(tanh(up(norm(x))))); the hidden width is 3 * width + 1. No module drops.
 
     Smooth, as everything whose gradients are compared in two precisions: see kit.laws.toys.mlp.
     """
@@ -24,11 +25,12 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 3 * width + 1)
-        self.drop = nn.Dropout(drop)
+        self.drop = drop
         self.down = nn.Linear(3 * width + 1, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(self.drop(torch.tanh(self.up(self.norm(x)))))
+        hidden = torch.tanh(self.up(self.norm(x)))
+        out: Tensor = x + self.down(F.dropout(hidden, self.drop, self.training))
         return out
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader, root_of_the_class
-from specs.fsdp_wrap.shapes import any_names, detached
+from specs.fsdp_wrap.shapes import any_names, bare, detached
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -166,6 +166,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     }
     | {
         "keywords of any name": Case(any_names, CHECKPOINT, script=STEP),
+        "a block without parameters": Case(bare, CHECKPOINT, script=STEP),
         "a root of the class": Case(root_of_the_class, CHECKPOINT, script=STEP),
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},

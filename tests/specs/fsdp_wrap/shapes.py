@@ -73,8 +73,23 @@ class Watched(nn.Module):
         return x + torch.relu(x * self.weight) * mask * self.table
 
 
+class Around(nn.Module):
+    """A block with a watched one inside; it notes what that one returns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inside = Watched(width)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor, places: Tensor, *, mask: Tensor) -> Tensor:
+        y: Tensor = self.inside(x, places, mask=mask)
+        self.seen = {**self.inside.seen, "what a block returns": y.dtype}
+        return y
+
+
 class WatchedModel(nn.Module):
-    """Two watched blocks; it notes what the first one returns, and what it computes itself.
+    """Two watched blocks, one in another; it notes what the first one returns, and what it
+    computes itself.
 
     What the second one gets is float32: a buffer is, and has made it so.
     """
@@ -82,7 +97,7 @@ class WatchedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(FEATURES))
-        self.first, self.second = Watched(FEATURES), Watched(FEATURES)
+        self.first, self.second = Watched(FEATURES), Around(FEATURES)
         self.gain = nn.Parameter(torch.ones(FEATURES))
         self.seen: dict[str, torch.dtype] = {}
 
@@ -104,6 +119,24 @@ def detached() -> Shape:
     model = make(blocks=2)
     model.blocks[0].register_forward_hook(lambda module, args, output: output.detach())
     return model, Block
+
+
+class Bare(nn.Module):
+    """A block without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tanh = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.exp(self.tanh(x))
+
+
+def bare() -> Shape:
+    """The second of two blocks has nothing to shard."""
+    model = make(blocks=1)
+    model.blocks = nn.Sequential(*model.blocks, Bare())
+    return model, (Block, Bare)
 
 
 class Told(Block):

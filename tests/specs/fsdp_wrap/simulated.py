@@ -62,6 +62,7 @@ def books(
     forward_only: bool = False,
     adam: bool = False,
     looked: bool = False,
+    train: bool = True,
     **options: Any,
 ) -> Books:
     """A forward and a backward of `rank` of `ranks`, with a step of Adam where that is counted, or
@@ -69,7 +70,7 @@ def books(
     """
     # To the cache an argument that is left out is another one than its default.
     return _books(
-        answer, device, ranks, rank, shape, samples, forward_only, adam, looked, **options
+        answer, device, ranks, rank, shape, samples, forward_only, adam, looked, train, **options
     )
 
 
@@ -84,11 +85,12 @@ def _books(
     forward_only: bool,
     adam: bool,
     looked: bool,
+    train: bool,
     **options: Any,
 ) -> Books:
     with simulated_world(ranks, device, rank=rank) as mesh:
         model, kinds = shape()
-        model.to(device)
+        model.to(device).train(train)
         optimizer = answer.wrap(model, mesh, kinds, adamw, **options)
         (batch,) = data([samples], seed=0)
         inputs, targets = (tensor.to(device) for tensor in batch)

@@ -77,14 +77,16 @@ def left_after_an_error(answer: Any, device: torch.device) -> dict[str, int]:
         return account(step, device, model=model, optimizer=optimizer, known=window).after
 
 
-def check_reductions(calls: list[Collective], ranks: int, times: int) -> None:
+def check_reductions(
+    calls: list[Collective], ranks: int, times: int, count: int = 3, blocks: int = BLOCKS
+) -> None:
     """Fail unless each unit is reduced so often, each gather is of a unit, and the rest is little.
 
     A unit's reduction is of N x ceil(rows / N) rows of each of its parameters, a gather of
-    ceil(rows / N); in each of three micro-batches a block has two and the root has one.
+    ceil(rows / N); in each of `count` micro-batches a block has two and the root has one.
     """
     __tracebackhide__ = True
-    model = make(WIDTH, BLOCKS)
+    model = make(WIDTH, blocks)
     sizes = [sum(part(p, ranks) for p in unit) for unit in units(model, Block)]
     want = Counter({ranks * size: times * n for size, n in Counter(sizes).items()})
     got = Counter(call.numel for call in calls if call.kind == "reduce_scatter")
@@ -92,7 +94,10 @@ def check_reductions(calls: list[Collective], ranks: int, times: int) -> None:
     if sum(got.values()) < sum(want.values()):
         cause = "a backward pass that should reduce gradients does not"
     check_equal(_shown(got), _shown(want), "reductions by size", cause=cause)
-    left, limit = Counter(sizes[-1:] * 3 + sizes[:-1] * 6), 64 + 4 * len([*model.parameters()])
+    left, limit = (
+        Counter(sizes[-1:] * count + sizes[:-1] * 2 * count),
+        64 + 4 * len([*model.parameters()]),
+    )
     for call in calls:
         size = call.numel * call.dtype.itemsize
         if call.kind == "all_gather" and left[call.numel] > 0:

@@ -35,6 +35,7 @@ KEPT_ALSO: dict[str, tuple[Any, dict[str, Any]]] = {
     "six_blocks": (tall, {}),
     "bf16-nested": (nested, BF16),
     "checkpoint-nested": (nested, {"checkpoint": True}),
+    "eval_mode": (tall, {"train": False}),
 }
 ALONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp32-given_back": (tall, {}),
@@ -65,8 +66,9 @@ class TestPart1Wrap:
             cause = "what is in no block, or frozen, is left whole on every rank"
             check_equal(whole, [], "parameters that are no DTensors", cause=cause)
             held = {p for group in optimizer.param_groups for p in group["params"]}
-            missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
-            cause = "the optimizer holds the parameters of before, or some of them"
+            missing = [n for n, p in model.named_parameters() if p not in held]
+            cause = "the optimizer holds the parameters of before, or some of them: what is frozen "
+            cause += "now may train later"
             check_equal(missing, [], "parameters that the optimizer lacks", cause=cause)
             model(torch.ones(2, FEATURES, device=device)).sum().backward()
             optimizer.step()
@@ -107,7 +109,8 @@ class TestPart1Wrap:
         shape, options = KEPT_ALSO[also]
         calls = books(answer, device, 8, shape=shape, reshard_after_forward=False, **options).calls
         want = planned(shape, 8, gathers=1, dtype=options.get("dtype", torch.float32))
-        check_calls(calls, want, what="a step with reshard_after_forward=False")
+        mode = "" if options.get("train", True) else " in eval mode"
+        check_calls(calls, want, what=f"a step with reshard_after_forward=False{mode}")
 
     @pytest.mark.exact("wrap", "gathered")
     @pytest.mark.parametrize("shape", [wide, nested], ids=["in_a_row", "nested"])

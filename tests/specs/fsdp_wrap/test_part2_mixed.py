@@ -14,7 +14,7 @@ from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap import simulated
 from specs.fsdp_wrap.cases import adamw
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.shapes import Watched, WatchedModel
+from specs.fsdp_wrap.shapes import Around, Watched, WatchedModel
 from specs.fsdp_wrap.simulated import books, check_calls, planned, wide
 
 BF16 = torch.bfloat16
@@ -115,7 +115,7 @@ class TestPart2Mixed:
         """
         with simulated_world(8, device) as mesh:
             model = WatchedModel().to(device)
-            answer.wrap(model, mesh, Watched, adamw, dtype=BF16)
+            answer.wrap(model, mesh, (Watched, Around), adamw, dtype=BF16)
             places = torch.tensor([[300], [301]], device=device)
             inputs = torch.ones(2, 5, dtype=given, device=device)
             got = model(inputs, places, more={"mask": places > 300, "shift": inputs / 2})

@@ -10,7 +10,13 @@ from kit.laws.checks import check_bar, check_equal
 from kit.ranks.shards import rounded
 from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.steps import check_held, check_reductions, left_after_an_error, second_step
+from specs.fsdp_wrap.steps import (
+    BLOCKS,
+    check_held,
+    check_reductions,
+    left_after_an_error,
+    second_step,
+)
 
 # How many micro-batches each rank has.
 COUNTS = [[0, 2], [2, 0], [0, 0], [1, 2], [2, 1, 3, 2]]
@@ -25,12 +31,14 @@ class TestPart3TrainStep:
     @pytest.mark.exact("train_step", 6)
     @pytest.mark.parametrize(
         ("ranks", "options"),
-        [(64, {}), (8, {"checkpoint": True})],
-        ids=["64", "checkpoint-8"],
+        [(64, {}), (8, {"checkpoint": True}), (8, {"samples": (1,) * 16, "blocks": 1})],
+        ids=["64", "checkpoint-8", "many-8"],
     )
     def test_reduces_every_unit_for_each_micro_batch(self, answer, device, ranks, options):
+        """What else is sent does not grow with the number of micro-batches."""
         calls = second_step(answer, device, ranks, sync="each", max_norm=1.0, **options)[1]
-        check_reductions(calls, ranks, 3)
+        count = len(options.get("samples", "abc"))
+        check_reductions(calls, ranks, count, count, options.get("blocks", BLOCKS))
 
     @pytest.mark.exact("train_step", "grad_norm")
     def test_the_norm_is_over_all_shards_of_all_ranks(self, answer, world):
