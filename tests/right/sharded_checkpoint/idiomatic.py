@@ -206,19 +206,25 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     saved = _everywhere(reader.read_metadata).state_dict_metadata
     saved = {key: v for key, v in saved.items() if isinstance(v, TensorStorageMetadata)}
 
+    packed = {"others": b""}  # first, for the names of extra state
+    dcp.load(packed, checkpoint_id=checkpoint)
+    others = pickle.loads(packed["others"])
+
     shards = _shards(model)
-    own = {f"model.{name}": v for name, v in model.state_dict().items() if isinstance(v, Tensor)}
-    saved_shapes = {key: v.size for key, v in saved.items() if key.startswith("model.")}
-    own_shapes = {key: v.shape for key, v in own.items()}
+    state_dict = {f"model.{name}": v for name, v in model.state_dict().items()}
+    own = {key: v for key, v in state_dict.items() if isinstance(v, Tensor)}
+    sizes = {key: v.size for key, v in saved.items()} | dict.fromkeys(others)
+    saved_shapes = {key: size for key, size in sizes.items() if key.startswith("model.")}
+    own_shapes = {key: getattr(v, "shape", None) for key, v in state_dict.items()}
     if saved_shapes != own_shapes:
-        key = min(dict(saved_shapes.items() ^ own_shapes.items()))
+        key = min(dict(saved_shapes.items() ^ own_shapes.items()))  # a missing name is unlike None
         raise ValueError(
             f"the newest checkpoint in {folder} is of another model: {key} has shape "
             f"{saved_shapes.get(key)} there, and {own_shapes.get(key)} here (None: it is not there)"
         )
 
     # Read into the shards in place; the optimizer's state may not have been made yet.
-    values: dict[str, Any] = {**own, "others": None}
+    values: dict[str, Any] = {**own}
     for key, meta in saved.items():
         if key.startswith("optimizer."):
             param = shards[key.removeprefix("optimizer.").rpartition(".")[0]]
@@ -230,7 +236,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
             )
     dcp.load(values, checkpoint_id=checkpoint)
 
-    values.update(pickle.loads(values.pop("others")))
+    values.update(others)
     indices = {param: index for index, param in enumerate(_params(optimizer))}
     state: dict[int, dict[str, Any]] = {}
     for key, value in values.items():

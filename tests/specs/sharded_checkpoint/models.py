@@ -55,16 +55,29 @@ class Thin(Block):
 
 
 class Tiny(nn.Module):
-    """Two parameters, of 16 and of 64 bits: files take as long as they have tensors."""
+    """Two parameters, of 16 and of 64 bits: files take as long as they have tensors.
+
+    One has a name with which a checkpoint may begin its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Thin()])
         self.to(torch.bfloat16)
-        self.head = nn.Linear(FEATURES, OUTPUTS, bias=False, dtype=torch.float64)
+        self.model = nn.Linear(FEATURES, OUTPUTS, bias=False, dtype=torch.float64)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.blocks[0](inputs).double())
+        return self.model(self.blocks[0](inputs).double())
+
+
+class Blank(nn.Module):
+    """Its extra state is None."""
+
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None:
+        """Without it torch refuses what is loaded."""
 
 
 class Rich(Model):
@@ -78,6 +91,9 @@ class Rich(Model):
         self.blocks[0].register_buffer("seen", self.seen)
         self.register_buffer("turned", torch.tensor([[1e-60, 2], [3, 4]], dtype=torch.float64).T)
         self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.register_buffer("empty", torch.ones(0))  # two of them have one address: none
+        self.register_buffer("no_rows", torch.ones(0, 5))
+        self.blank = Blank()
         self.version = "version 3"
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
@@ -110,17 +126,19 @@ TRICKY = [*MODELS][1:]
 BLOCK_TYPES = (Block, Outer, Twice)  # the last one is a whole model
 
 
-def init(module: nn.Module, each_name: bool = False) -> None:
+def init(module: nn.Module, is_one: bool = True) -> None:
     """Random values for all that is the module's own: whoever is out of order gets other ones.
 
-    Where there is nothing to set a number is drawn all the same: an `init` may do so.
+    Where there is nothing to set a number is drawn all the same: an `init` may do so. It may set
+    what has two names in one module under each of them.
     """
     if not has_own(module):
         torch.empty(()).normal_()
     for p in module.parameters(recurse=False):
         nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
-    if each_name and hasattr(module, "offset_again"):
-        torch.empty_like(module.offset_again).normal_()
+    if (again := getattr(module, "offset_again", None)) is not None:
+        again = again.data if is_one else torch.empty_like(again).normal_()
+        again.uniform_(1, 2)
     for buffer in module.buffers(recurse=False):
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 1.5)
@@ -169,7 +187,8 @@ def sharded(model: nn.Module) -> nn.Module:
     model._apply(functools.cache(lambda t: t.to(device())))  # to() would cut the tie of a buffer
     for module in reversed([*model.modules()]):
         if isinstance(module, BLOCK_TYPES) or module is model:
-            fully_shard(module, mesh=mesh())
+            # What has been evaluated: a thin block is given back, other units stay gathered.
+            fully_shard(module, mesh=mesh(), reshard_after_forward=isinstance(module, Thin))
     return model
 
 

@@ -18,6 +18,7 @@ from kit.ranks.rank import device
 from kit.ranks.shards import check_untouched, local_state, named
 from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
+    Blank,
     adamw,
     evaluate,
     in_groups,
@@ -116,9 +117,11 @@ def another_model(answer: Any, rank: int, folder: Path) -> None:
         "another width": make(width=14),
         "a buffer more": make(),
         "a larger buffer, which the saved one would fill": make(),
+        "more extra state": make(),
     }
     others["a buffer more"].register_buffer("more", torch.ones(2))
     others["a larger buffer, which the saved one would fill"].scale = torch.ones(4)
+    others["more extra state"].blank = Blank()
     for what, changed in others.items():
         optimizer = adamw(sharded(changed).parameters())
         refuses(answer.load, folder, changed, optimizer, [folder], f"the model has {what}")
@@ -245,7 +248,7 @@ def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
 def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
     """All have gradients, the optimizer has one parameter only, and the model was evaluated."""
     model, _ = small()
-    (last,) = (p for name, p in named(model) if "head" in name)
+    (last,) = (p for name, p in named(model) if "model" in name)
     optimizer = adamw([last])
     optimizer.step()
     answer.save(folder, model, optimizer, 1)

@@ -74,8 +74,8 @@ def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
         "modules without parameters and buffers are left out": values(
             alone(kind, order=lambda m: [x for x in m.modules() if has_own(x)])
         ),
-        "the tie: a tied parameter is drawn once for each of its names": values(
-            alone(kind, init=functools.partial(init, each_name=True))
+        "the tie: init sees two parameters where one has two names": values(
+            alone(kind, init=functools.partial(init, is_one=False))
         ),
         "every rank takes the first rows": {
             name: value if not value.dim() or ranks == 1 else _first_rows(value, ranks)
@@ -155,7 +155,7 @@ def build_fails_on_one(answer: Any, rank: int) -> dict[str, bool]:
 
         def fails(*args: Any, function: Any = function) -> Any:
             if rank == 1:
-                raise OSError("no such file")
+                raise OSError  # without a word
             return function(*args)
 
         make_model, *others = {**given, name: fails}.values()
