@@ -98,6 +98,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: dict[int, Tensor], key: int, anchor: Tensor, of: Tensor) -> Tensor:
         ctx.found, ctx.key = found, key
+        ctx.set_materialize_grads(False)
         return of.detach()
 
     @staticmethod

@@ -132,6 +132,8 @@ class TestPart1Checkpoint:
         yield "half of it", lambda c: sum(map(w.loss_of, c(both, x)))
         index = lambda a: head(a).argmax(-1)  # noqa: E731
         yield "integers", lambda call: body.weight[0, call(index, w.data(11, 5))]
+        computed = lambda call: head(call(w.Stops.apply, body(x))) * body.weight.sum()  # noqa: E731
+        yield "a gradient that is None for what was computed", computed
 
     @pytest.mark.saves("checkpoint", "kept")
     @pytest.mark.parametrize("kind", ["trained", "data", "with others", "nested"])
