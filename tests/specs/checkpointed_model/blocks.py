@@ -1,5 +1,7 @@
 """Blocks with a state of their own, and chains of them in which each step is tried."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
@@ -103,6 +105,13 @@ NORMS = {
     "in eval mode": (3, lambda: frozen(nn.BatchNorm1d(WIDTH))),
     "GroupNorm": (3, lambda: nn.GroupNorm(4, WIDTH)),
 }
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Settings that nobody can set."""
+
+    scale: float
 
 
 class Mixer(nn.Module):

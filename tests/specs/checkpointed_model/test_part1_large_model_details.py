@@ -124,6 +124,9 @@ class TestPart1LargeModelDetails:
 
             when = f"for segment_size={size}, set later{way}"
             check_raises(call, ValueError, mentions=[size], when=when)
+            if model.segment_size == size:  # it was not refused when it was set
+                call = partial(model, torch.ones(SHAPE))
+                check_raises(call, ValueError, mentions=[size], when=f"{when}, in a later forward")
 
     @pytest.mark.survives("MemoryIntensiveBlock", "Raises")
     @pytest.mark.parametrize("width", [0, -2])

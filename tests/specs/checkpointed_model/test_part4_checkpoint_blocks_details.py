@@ -12,6 +12,7 @@ from kit.laws.checks import check_equal, check_raises
 from kit.laws.untouched import observed
 from specs.checkpointed_model.blocks import (
     Chain,
+    Frozen,
     Mixer,
     Nest,
     Noisy,
@@ -20,7 +21,7 @@ from specs.checkpointed_model.blocks import (
     mixers,
     two_noisy,
 )
-from specs.checkpointed_model.steps import SHAPE
+from specs.checkpointed_model.steps import SHAPE, twice
 
 FLOAT = torch.float32
 
@@ -64,6 +65,7 @@ class TestPart4CheckpointBlocksDetails:
         kinds = {"shift": FLOAT, "both": [FLOAT, torch.complex64], "extra": {"d": FLOAT}}
         yield "tensors by keyword", chain(mixers, name="late", **kinds), [2]
         yield "tensors by position", chain(mixers, FLOAT, (FLOAT, 3)), [2]
+        yield "a frozen dataclass", chain(mixers, Frozen(0.5)), [2]
 
     @pytest.mark.survives("checkpoint_blocks", 4)
     @checkpointed("something in the copy, such as a closure, still belongs to the original block")
@@ -94,6 +96,8 @@ class TestPart4CheckpointBlocksDetails:
         yield "an attribute that is set later", chain(lambda: [Noisy(7)], later=_seeded_anew), [1]
         seeded = lambda run, block, x: block(x, Generator(x.device).manual_seed(9))  # noqa: E731
         yield "an argument", chain(two_noisy, call=seeded), [2]
+        again = chain(two_noisy, call=seeded, step={"backward": twice})
+        yield "an argument, two backward passes", again, [2], 3
         named = lambda run, block, x: block(x, noise=Generator(x.device).manual_seed(9))  # noqa: E731
         yield "an argument by keyword", chain(two_noisy, call=named), [2]
 

@@ -171,6 +171,7 @@ def failing(place: str, *numbers: int, tags: Iterable[str] = ()) -> dict[str, Ro
 ERRORS = {
     **failing("model", 3),
     **failing("step", 1),
+    "the model fails at 3 as an iterator at its end": (fails("model", 3, StopIteration),),
     "the backward pass fails at 2": (trained_before, fails("backward", 2)),
     "Ctrl-C in the backward pass": (trained_before, fails("backward", 3, PlantedInterrupt)),
     "the model fails, and the next call": (stale, fails("model", 2), tag("retried")),
