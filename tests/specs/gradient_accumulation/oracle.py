@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -64,13 +64,13 @@ def accumulate_on_ranks(w: World, rank: int, windows: list[Any]) -> Any:
 
 def train_epoch(w: World) -> list[Window]:
     """Windows of one micro-batch after another, until there are none."""
-    size, max_norm, source = w.options["window"], w.options.get("max_norm"), iter(data(w))
+    size, max_norm, loader = w.options["window"], w.options.get("max_norm"), data(w)
     _refuse_unless(size >= 1)
     _refuse_unless(w.dtype in (torch.float32, torch.bfloat16, torch.float16))
     has_scaler = w.grad_scaler is not None and w.grad_scaler.is_enabled()
     _refuse_unless(has_scaler == (w.dtype == torch.float16))
     _refuse_unless(max_norm is None or max_norm > 0)
-    results = list[Window]()
+    results, source = list[Window](), iter(loader)
     try:
         while window := [batch for _, batch in zip(range(size), source, strict=False)]:
             results.append(_window(w, window))
@@ -84,8 +84,19 @@ def train_epoch(w: World) -> list[Window]:
     return results
 
 
+class Loader:
+    """What it is made with, in an iterator; each begins with a random number, as a DataLoader's."""
+
+    def __init__(self, requested: Callable[[], Iterator[Any]]) -> None:
+        self.requested = requested
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.empty(()).uniform_()
+        return self.requested()
+
+
 def data(w: World) -> Any:
-    """The micro-batches as an iterator, which notes how many steps were taken at each request."""
+    """The micro-batches as a loader, which notes how many steps were taken at each request."""
     requests = w.notes["steps taken at each request"] = list[int]()
     modes = w.notes["modes when data are taken"] = set[str]()
 
@@ -98,7 +109,7 @@ def data(w: World) -> Any:
             yield batch
         requests.append(len(w.steps))
 
-    return w.batches if "list" in w.tags else requested()
+    return w.batches if "list" in w.tags else Loader(requested)
 
 
 def _window(w: World, window: list[Any]) -> Window:
