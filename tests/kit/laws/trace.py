@@ -183,7 +183,7 @@ class World:
             "buffers": {name: b.clone() for name, b in self.model.named_buffers()},
             "scaler": self.grad_scaler.state_dict() if self.grad_scaler else None,
             "schedule": self.scheduler.last_epoch if self.scheduler else None,
-            "random state": [torch.get_rng_state(), *_cuda_random_state(self.device)],
+            "random state": _random_state(self.device),
         }
 
 
@@ -191,8 +191,17 @@ def _gradient(leaf: Tensor) -> Tensor | None:
     return None if leaf.grad is None else leaf.grad.clone()
 
 
-def _cuda_random_state(device: torch.device) -> list[Tensor]:
-    return [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """Of each stream what it gives next, for people to read, and then all of it."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    ahead = {kind: torch.Generator(kind).set_state(state) for kind, state in states.items()}
+    following = {
+        f"next numbers on {kind}": torch.empty(2, device=kind).uniform_(generator=generator)
+        for kind, generator in ahead.items()
+    }
+    return {**following, **{f"state on {kind}": state for kind, state in states.items()}}
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
