@@ -68,6 +68,13 @@ def randint(
     return torch.randint(high, shape, generator=generator).to(device)
 
 
+def numbers_after(state: Tensor, device: torch.device | str) -> Tensor:
+    """What a generator in this state gives next; no stream moves."""
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    return torch.rand(2, device=device, generator=generator)
+
+
 def next_random(device: torch.device, count: int = 3) -> Tensor:
     """What the device's own generator gives next: where its random stream is."""
     return torch.rand(count, device=device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from kit.answers.reset_torch import reset_torch
+from kit.laws import draw
 from kit.laws.toys import mse
 
 Trace = dict[str, Any]  # the name of an observable, to what was seen of it
@@ -196,11 +197,7 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    ahead = {kind: torch.Generator(kind).set_state(state) for kind, state in states.items()}
-    following = {
-        f"next numbers on {kind}": torch.empty(2, device=kind).uniform_(generator=generator)
-        for kind, generator in ahead.items()
-    }
+    following = {f"next numbers on {k}": draw.numbers_after(s, k) for k, s in states.items()}
     return {**following, **{f"state on {kind}": state for kind, state in states.items()}}
 
 

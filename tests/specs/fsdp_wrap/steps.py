@@ -94,10 +94,8 @@ def check_reductions(
     if sum(got.values()) < sum(want.values()):
         cause = "a backward pass that should reduce gradients does not"
     check_equal(_shown(got), _shown(want), "reductions by size", cause=cause)
-    left, limit = (
-        Counter(sizes[-1:] * count + sizes[:-1] * 2 * count),
-        64 + 4 * len([*model.parameters()]),
-    )
+    left = Counter(sizes[-1:] * count + sizes[:-1] * 2 * count)
+    limit = 64 + 4 * len([*model.parameters()])
     for call in calls:
         size = call.numel * call.dtype.itemsize
         if call.kind == "all_gather" and left[call.numel] > 0:

@@ -130,7 +130,7 @@ def init(module: nn.Module, is_one: bool = True) -> None:
     """Random values for all that is the module's own: whoever is out of order gets other ones.
 
     Where there is nothing to set a number is drawn all the same: an `init` may do so. It may set
-    what has two names in one module under each of them.
+    what has two names in one module under each of them, which are two parameters unless `is_one`.
     """
     if not has_own(module):
         torch.empty(()).normal_()
