@@ -197,8 +197,8 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    following = {f"next numbers on {k}": draw.numbers_after(s, k) for k, s in states.items()}
-    return {**following, **{f"state on {kind}": state for kind, state in states.items()}}
+    following = {f"the {k}: next numbers": draw.numbers_after(s, k) for k, s in states.items()}
+    return {**following, **{f"the {kind}: all of it": state for kind, state in states.items()}}
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
