@@ -16,8 +16,9 @@ FEATURES, OUTPUTS, WIDTH = 5, 3, 13
 
 
 class Block(nn.Module):
-    """x + down(drop(tanh(up(norm(x))))); the hidden width is 3 * width + 1. No module drops.
+    """x + down(drop(tanh(up(norm(x))))); the hidden width is 3 * width + 1.
 
+    Dropout is a function here, and no module that one could look for.
     Smooth, as everything whose gradients are compared in two precisions: see kit.laws.toys.mlp.
     """
 

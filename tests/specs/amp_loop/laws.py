@@ -15,6 +15,11 @@ from kit.laws.trace import Probe, World
 from kit.laws.twists import option, put
 
 
+def laid_otherwise(grad):
+    """A copy; of a matrix it lies in memory as a transposed weight's gradient, by columns."""
+    return grad.t().contiguous().t() if grad.dim() == 2 else grad.clone()
+
+
 def one_step():
     """A small model, far off on 11 rows, so that gradients are large."""
     draw.seed(3)

@@ -18,6 +18,7 @@ from kit.laws.scripts import play
 from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
 from kit.memory.ruler import measure
+from specs.amp_loop.laws import laid_otherwise
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 OUT_OF_RANGE = {
@@ -61,9 +62,7 @@ class Side:
         if bad is not None:
             flat[at] = bad
         for n, (p, part) in enumerate(zip(held(optimizer), flat.split(self.sizes), strict=True)):
-            grad = part.view(p.shape)  # of a matrix as a transposed weight's, or channels_last
-            grad = grad.t().contiguous().t() if p.dim() == 2 else grad.clone()
-            p.grad = None if n == missing else grad
+            p.grad = None if n == missing else laid_otherwise(part.view(p.shape))
 
     def scaled(self, dtype):
         """A loss of 1.1, scaled, and whether it has a graph."""

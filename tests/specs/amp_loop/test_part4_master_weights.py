@@ -19,6 +19,7 @@ from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
+from specs.amp_loop.laws import laid_otherwise
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.003)
@@ -93,11 +94,8 @@ class Side:
     def backward(self, value=1.0, bad=None, missing=None):
         """Gradients of `value`, with `bad` at the end, and none for one parameter."""
         for number, p in enumerate(trainable(self.model)):
-            full = torch.full_like(p, value)
-            full = (
-                full.t().contiguous().t() if full.dim() == 2 else full
-            )  # as a transposed weight's
-            p.grad = None if number == missing else full
+            grad = laid_otherwise(torch.full_like(p, value))
+            p.grad = None if number == missing else grad
         if bad is not None:
             p.grad.view(-1)[-1] = bad
 

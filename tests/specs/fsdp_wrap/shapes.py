@@ -74,7 +74,7 @@ class Watched(nn.Module):
 
 
 class Around(nn.Module):
-    """A block with a watched one inside; it notes what that one returns."""
+    """A block with a watched one inside; it notes what it gets itself, and what that returns."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -83,7 +83,8 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor, places: Tensor, *, mask: Tensor) -> Tensor:
         y: Tensor = self.inside(x, places, mask=mask)
-        self.seen = {**self.inside.seen, "what a block returns": y.dtype}
+        mine = {"input of a block": x.dtype, "what a block returns": y.dtype}
+        self.seen = {**self.inside.seen, **mine}
         return y
 
 

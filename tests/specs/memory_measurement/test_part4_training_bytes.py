@@ -10,13 +10,13 @@ from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
 
 
-class Stage(IntEnum):
-    """What ZeRO divides; its members are ints."""
+class Number(IntEnum):
+    """Its member is an int."""
 
-    WEIGHTS = 3
+    THREE = 3
 
 
-KNOWN = {"np": np, "Fraction": Fraction, "Stage": Stage}
+KNOWN = {"np": np, "Fraction": Fraction, "THREE": Number.THREE}
 
 
 def call(answer, words):
@@ -137,9 +137,9 @@ class TestPart4TrainingBytes:
         bad |= {f"10, 'lora_4bit', trainable={n}": n for n in (2.5, 3.0, -0.5)}
         bad |= {f"10, 'adam', ranks=Fraction({n})": n for n in (2, 4)}
         check_refusals(answer, TypeError, bad)
-        named = call(answer, "10, 'adam', zero_stage=Stage.WEIGHTS, ranks=4")
+        lora = "THREE, 'lora_16bit', trainable=THREE, zero_stage=THREE, ranks=THREE"
         cause = "an IntEnum is an int: ask with isinstance"
-        check_equal(named, 3 * 16, "bytes at a stage that an IntEnum names", cause=cause)
+        check_equal(call(answer, lora), 2 + 16, "bytes of numbers of an IntEnum", cause=cause)
 
     @pytest.mark.survives("training_bytes", "Raises")
     def test_refuses_bad_input(self, answer):
