@@ -2,10 +2,11 @@
 
     python -m bench.soak [--jobs N] [--only WORD] [--also FILE ...]
 
-The whole proof once for each instruction set that oneDNN and torch can be held to, and then seeds
-1 to 20, each in an order of its own, on these instruction sets in turn: the references and other
-right answers under all of them, mistakes under the first five. What has passed with this very code
-is kept in .katas/soak and is not run again, so an interrupted soak goes on where it was.
+The whole proof once for each instruction set that oneDNN and torch can be held to, each second one
+with CI set, as where a server runs it: pytest prints more then. Then seeds 1 to 20, each in an
+order of its own, on these instruction sets in turn: the references and other right answers under
+all of them, mistakes under the first five. What has passed with this very code is kept in
+.katas/soak and is not run again, so an interrupted soak goes on where it was.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def runs(also: list[str]) -> list[Run]:
     found = []
     for order, (processor, variables) in enumerate(PROCESSORS.items(), 101):
         proof = ["tests/specs", "tests/selftest", f"--answers={right},stubs,mistakes"]
-        found.append(Run(f"proof, {processor}", [*proof, f"--randomly-seed={order}"], variables))
+        more = {"CI": "true"} if order % 2 else {}  # pytest prints more where CI is set
+        orders = [*proof, f"--randomly-seed={order}"]
+        found.append(Run(f"proof, {processor}", orders, variables | more))
     for seed in range(1, SEEDS + 1):
         processor = list(PROCESSORS)[seed % len(PROCESSORS)]
         mistakes, words = (",mistakes", ", mistakes too") if seed <= SEEDS_OF_MISTAKES else ("", "")

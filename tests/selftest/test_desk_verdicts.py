@@ -35,7 +35,7 @@ def two_answers() -> tuple[int, str]:
     second = first.replace("self.step + 1", "self.step * 1").replace("/ len(values)", "* 2")
     for name, text in {"first": first, "second": second}.items():
         home.write(f"{name}.py", text)
-    proof = ("--answers=first.py,second.py", "-q", "-p", "no:randomly", "-k", "three")
+    proof = ("--answers=first.py,second.py", "-qrN", "-p", "no:randomly", "-k", "three")
     return home.run("pytest", "tests/specs", *proof)
 
 
