@@ -92,8 +92,9 @@ def gpu(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The proof of the repository: right answers pass, mistakes and stubs are caught."""
     python = _python(session, "prove")
-    # Two processes share the work by files: what one has measured serves all answers of a file.
-    shared = ("--numprocesses=2", "--dist=loadfile")
+    # By files, for what one process has measured serves all answers of a file. Many tests only
+    # wait, for ranks or for a limit, so that three keep two processors busy.
+    shared = ("--numprocesses=3", "--dist=loadfile")
     proof = ("--answers=solutions,right,stubs,mistakes", "--device=cpu", *shared)
     _run(session, python, "-m", "pytest", "tests/specs", "tests/selftest", *proof, *session.posargs)
 
@@ -107,14 +108,15 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Speed of verdicts, ruler and segments (a quarter of an hour); -- peers: references beside."""
+    """Speed of verdicts, ruler and segments (a quarter of an hour): -- [watch, peers, ...]."""
     words = list(session.posargs)
-    peers = words[:1] == ["peers"]
+    peers = words[:1] == ["peers"]  # references beside those of libraries, which it needs
     python = _python(session, "prove", *(["peers"] if peers else []))
     if peers:
         _add(session, python, "peers")
-        words[0] = "tests/bench/test_peers.py"
-    files = [] if peers else ["tests/bench", "--ignore=tests/bench/test_peers.py"]
+    files = ["tests/bench", "--ignore=tests/bench/test_peers.py"]
+    if words and (ROOT / "tests" / "bench" / f"test_{words[0]}.py").is_file():
+        files = [f"tests/bench/test_{words.pop(0)}.py"]
     options = ("-p", "no:randomly", "--benchmark-columns=median,iqr,rounds")
     _run(session, python, "-m", "pytest", *files, "-q", *options, *words)
 
