@@ -124,11 +124,17 @@ def test_errors_of_every_shape_come_through(ours, bad, name, kind, text):
     assert (problem.kind == "not written") == (name == "todo")
 
 
-def test_a_spec_failure_keeps_its_three_texts_and_names_the_rank(ours, bad):
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("own_error", 'raise OwnError("this", "that")'), ("local_error", "")],
+    ids=["raised", "raised, and it cannot be pickled"],
+)
+def test_a_spec_failure_keeps_its_texts_and_the_line_and_names_the_rank(ours, bad, name, line):
     with pytest.raises(SpecFailure) as caught:
-        ours.run(bad, programs.spec_failure)
+        ours.run(bad, programs.spec_failure, name)
     error = caught.value
     assert (error.expected, error.got, error.cause) == ("two", "on rank 1: three", "miscounted")
+    assert (_told(error, bad) or "") == line
 
 
 def test_collectives_are_counted(ours, bad):

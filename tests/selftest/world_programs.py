@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kit.laws import draw
-from kit.laws.checks import check_bar, fail
+from kit.laws.checks import SpecFailure, check_bar
 from kit.ranks.collectives import Collective, collectives
 
 ANSWER = """\
@@ -155,9 +155,13 @@ def value_errors(answer, rank):
     answer.value_error(rank)
 
 
-def spec_failure(answer, rank):
-    if rank == 1:
-        fail(expected="two", got="three", cause="miscounted")
+def spec_failure(answer, rank, name):
+    """Rank 1 fails over what the answer raises."""
+    try:
+        call(answer, rank, name, ranks=(1,))
+    except Exception as error:
+        found = SpecFailure("two", "three", "miscounted")
+        raise found from error
 
 
 def destroy(answer, rank):

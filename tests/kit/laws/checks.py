@@ -53,16 +53,16 @@ class SpecFailure(AssertionError):
 
     def but(self, **changes: Any) -> SpecFailure:
         """The same at the same place, with something changed."""
-        return SpecFailure(**self._parts() | changes).with_traceback(self.__traceback__)
+        told = SpecFailure(**self._parts() | changes).with_traceback(self.__traceback__)
+        told.__cause__ = self.__cause__  # has the answer's own line
+        return told
 
 
 def in_scenario(error: BaseException, scenario: str) -> BaseException:
     """The error, to be raised again, with the scenario in which it came."""
     where = f"in the scenario: {scenario}"
     if isinstance(error, SpecFailure):
-        told = error.but(got=f"{error.got}\n{where}")
-        told.__cause__ = error.__cause__  # has the answer's own line
-        return told
+        return error.but(got=f"{error.got}\n{where}")
     vars(error)["__notes__"] = [*getattr(error, "__notes__", []), where]
     return error
 

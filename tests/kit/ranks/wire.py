@@ -64,12 +64,17 @@ def pack_error(error: BaseException, rank: int, answer: ModuleType) -> bytes:
     if not isinstance(error, SpecFailure):
         vars(error)["__notes__"] = notes
     pickling_support.install(error)
+    if isinstance(error, SpecFailure) and not _crosses(error, answer):
+        error.__cause__ = None  # which is the answer's; what the spec says of it crosses
+    return dumps(error if _crosses(error, answer) else _StandIn(error, notes, answer), answer)
+
+
+def _crosses(error: BaseException, answer: ModuleType) -> bool:
     try:
-        data = dumps(error, answer)
-        loads(data, answer)
+        loads(dumps(error, answer), answer)
     except Exception:
-        return dumps(_StandIn(error, notes, answer), answer)
-    return data
+        return False
+    return True
 
 
 def _shorten(error: BaseException) -> None:
