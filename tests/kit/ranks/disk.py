@@ -136,10 +136,8 @@ class Copies:
 
 
 def _times(folder: Path) -> dict[Path, Any]:
-    return {
-        path: (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
-        for path in folder.rglob("*")
-    }
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in files}
 
 
 def load_file(path: Path) -> dict[str, Tensor]:

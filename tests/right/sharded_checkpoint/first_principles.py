@@ -422,7 +422,8 @@ def _set_others(model: nn.Module, contents: Mapping[str, Any], others: Mapping[s
     """Set what is no parameter: buffers in place, extra state by the modules that have it."""
     extra = {}
     for name, value in others.items():
-        if isinstance(contents[name], Tensor):
+        is_extra = name.rpartition(".")[2] == "_extra_state"  # which may be a tensor, too
+        if isinstance(contents[name], Tensor) and not is_extra:
             contents[name].copy_(value)
         else:
             extra[name] = value

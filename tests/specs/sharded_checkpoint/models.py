@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -80,6 +81,20 @@ class Blank(nn.Module):
         """Without it torch refuses what is loaded."""
 
 
+class Counts(nn.Module):
+    """Its extra state is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.tensor([3, 4])
+
+    def get_extra_state(self) -> Tensor:
+        return copy.deepcopy(self.count)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = state
+
+
 class Rich(Model):
     """A tied weight, one of one row, buffers of all kinds, one of them tied, and extra state."""
 
@@ -93,7 +108,7 @@ class Rich(Model):
         self.register_buffer("cache", torch.ones(2), persistent=False)
         self.register_buffer("empty", torch.ones(0))  # two of them have one address: none
         self.register_buffer("no_rows", torch.ones(0, 5))
-        self.blank = Blank()
+        self.blank, self.counts = Blank(), Counts()
         self.version = "version 3"
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
@@ -230,10 +245,10 @@ def move(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def small(seed: int = 4) -> tuple[nn.Module, Optimizer]:
+def small(seed: int = 4, dtype: torch.dtype | None = None) -> tuple[nn.Module, Optimizer]:
     """A tiny model that has been trained, by the same step whatever its seed."""
     draw.seed(seed)
-    model = sharded(Tiny())
+    model = sharded(Tiny().to(dtype))
     optimizer = adamw(model.parameters())
     move(model, optimizer)
     for held in optimizer.state.values():
@@ -261,7 +276,7 @@ def other(model: Model) -> Model:
     """With other buffers and another extra state than those of `tied`."""
     for buffer in model.buffers():
         buffer.fill_(7)
-    model.version = "version 1"
+    model.version, model.counts.count = "version 1", torch.tensor([1, 2])
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def check_others(model: Any) -> None:
     """What was loaded into a model of `other` beside its tensors, and what was left alone."""
     cause = "extra state is not saved, or set_extra_state() is not called with it"
     check_equal(model.version, "version 3", "the extra state", cause=cause)
+    check_equal(model.counts.count.tolist(), [3, 4], "the extra state of counts", cause=cause)
     cause = "a buffer that is not persistent is not in the state dict: it keeps its values"
     check_equal(model.cache.tolist(), [7.0, 7.0], "the buffer cache", cause=cause)
 
@@ -100,7 +102,13 @@ def _parted(held: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def nothing_there(answer: Any, rank: int, folders: Sequence[Path]) -> None:
+    """The last folder had a checkpoint, and was cleared away."""
     model, optimizer = small()
+    answer.save(folders[-1], model, optimizer, 1)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folders[-1])
+    dist.barrier()
     for folder in folders:
         refuses(answer.load, folder, model, optimizer, [folder], "the folder has no checkpoint")
 
@@ -238,6 +246,7 @@ def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
 
 def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
     (model, optimizer), (other, own) = small(), small(seed=9)
+    answer.save(folder / "before", *small(dtype=torch.float32), 1)  # of the same names and shapes
     answer.save(folder, model, optimizer, 1)
     move(other, own)
     answer.load(folder, other, own)

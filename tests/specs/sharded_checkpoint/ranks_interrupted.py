@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -134,8 +135,11 @@ def loads_all(answer: Any, rank: int, folders: Sequence[Path]) -> list[tuple[Any
     return [results[content] for content in contents]
 
 
-def _contents(folder: Path) -> frozenset[tuple[str, bytes | None]]:
-    return frozenset(
-        (str(path.relative_to(folder)), path.read_bytes() if path.is_file() else None)
-        for path in folder.rglob("*")
-    )
+def _contents(folder: Path) -> frozenset[tuple[str, str | bytes | None]]:
+    return frozenset((str(path.relative_to(folder)), _content(path)) for path in folder.rglob("*"))
+
+
+def _content(path: Path) -> str | bytes | None:
+    if path.is_symlink():
+        return os.readlink(path)
+    return path.read_bytes() if path.is_file() else None

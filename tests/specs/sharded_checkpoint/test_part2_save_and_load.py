@@ -46,7 +46,10 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("load", "goes on")
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
-        """Weights of 16 and of 64 bits; Adam counts its steps in float32, and has come to 257."""
+        """Weights of 16 and of 64 bits; Adam counts its steps in float32, and has come to 257.
+
+        A model of 32 bits, of the same names and shapes, has been saved before.
+        """
         world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
 
     @pytest.mark.exact("load", "drops")
@@ -82,7 +85,8 @@ class TestPart2SaveAndLoad:
     @pytest.mark.survives("load", "Raises")
     def test_refuses_a_folder_without_a_checkpoint(self, answer, world, tmp_path):
         (tmp_path / "empty").mkdir()
-        world.run(answer, ranks.nothing_there, [tmp_path / "empty", tmp_path / "not_there"])
+        folders = [tmp_path / name for name in ("empty", "not_there", "cleared_away")]
+        world.run(answer, ranks.nothing_there, folders)
 
     @pytest.mark.survives("load", "Raises")
     def test_refuses_the_checkpoint_of_another_model(self, answer, world, tmp_path):
