@@ -216,10 +216,10 @@ def train_epoch(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
 
-    params = _held(optimizer)
     source = iter(micro_batches)
     results: list[WindowResult] = []
-    while (first := next(source, None)) is not None:
+    for first in source:
+        params = _held(optimizer)  # anew: more may have joined
         with _all_or_nothing(model, params):
             samples = 0
             total = torch.zeros(())

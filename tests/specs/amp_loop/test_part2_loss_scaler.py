@@ -243,6 +243,8 @@ class TestPart2LossScaler:
             lambda: unscale(optimizer), ValueError, mentions=["float16"], when="in float16"
         )
         before.check_unchanged("the refused call", cause="divided before it was checked")
+        cause = "the refused call has left a trace: update() counts it"
+        check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
         params[2].grad = None
         scaler.step(optimizer)
         cause = "everything but float32 is refused, or the refused call has left a trace"

@@ -56,6 +56,7 @@ def run(precision, device):
         world.scaler = {"enabled": False}
     world.ready(device)
     world.scheduler = StepLR(world.optimizer, step_size=2, gamma=0.5)
+    world.optimizer.param_groups[0]["lr"] = 0.015  # by hand: the schedule goes on from it
     return world
 
 
@@ -121,6 +122,7 @@ class TestPart3Train:
         yield "dropout in eval mode", twists.insert(lambda: nn.Dropout(0.5), train=False)
         yield "no schedule", put(gamma=None)
         yield "inside an autocast of the caller", twists.inside_autocast(torch.bfloat16)
+        yield "a layer joins after the first step", twists.joins, option(max_norm=0.5)
 
     @pytest.mark.exact("train", "scheduler")
     @RUN.spec("fp32", "fp16")
@@ -213,6 +215,7 @@ class TestPart3Train:
     def test_an_error_ends_the_run(self):
         yield "the model fails at the third batch", fails("model", 3)
         yield "Ctrl-C at the third batch", fails("model", 3, PlantedInterrupt)
+        yield "an iterator at its end in the third batch", fails("model", 3, StopIteration)
         yield "the third batch cannot be read", fails("batch", 3)
 
     @pytest.mark.survives("save_checkpoint", "saved")

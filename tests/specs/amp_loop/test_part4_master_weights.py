@@ -27,6 +27,18 @@ SMALL = partial(torch.optim.SGD, lr=2.0**-12)
 GROUPS = lambda masters: SGD([{"params": masters[1:]}, {"params": masters[:1], "lr": 0.5}])  # noqa: E731
 
 
+class Pairs(torch.optim.SGD):
+    """Keeps two tensors in a list, as optimizers with a history do."""
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                pair = self.state[p].setdefault("pair", [torch.zeros_like(p) for _ in "ab"])
+                p.data.sub_(pair[0].add_(p.grad), alpha=2.0**-6)
+                pair[1].add_(1)
+
+
 def layer(dtype=torch.bfloat16):
     """Weights of 1 and more, where 16 bits are coarse."""
     draw.seed(4)
@@ -271,7 +283,9 @@ class TestPart4MasterWeights:
     @leaves_what_it_loads("masters or moments that were loaded are those of the file, not copies")
     def test_a_loaded_state_is_copied(self):
         script = "backward(); step(); reload(); backward(); step()"
-        for name, optimizer in {"Adam": ADAM, "SGD": SGD, "groups": GROUPS}.items():
+        pairs = partial(Pairs, lr=0.125, momentum=0.5)
+        kinds = {"Adam": ADAM, "SGD": SGD, "groups": GROUPS, "tensors in a list": pairs}
+        for name, optimizer in kinds.items():
             yield f"a step after a load, {name}", script, optimizer
         yield "after an overflow", f"{script}; backward(3e4, nan); reload(); step(8.0)", SGD
         yield "frozen and tied", script, SGD, tangled

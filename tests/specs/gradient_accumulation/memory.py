@@ -158,11 +158,14 @@ Call = Callable[[Any, Case, torch.optim.Optimizer], object]
 
 
 def peak(case: Case, call: Call, module: object) -> int:
-    """Bytes above the baseline of one call."""
+    """Bytes above what there is without gradients; at first there are those of a window before."""
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
     device = case.batches[0][0].device
+    for p in case.model.parameters():
+        p.grad = torch.zeros_like(p)
     known = [case.model, *case.batches]
-    return measure(lambda: call(module, case, optimizer), device, known=known).above_baseline
+    above = measure(lambda: call(module, case, optimizer), device, known=known).above_baseline
+    return above + gradients_of(case)
 
 
 def check_peak(case: Case, call: Call, answer: object, reference: object, what: str = "") -> None:

@@ -21,7 +21,9 @@ class Window(NamedTuple):
 
 
 def retried(call: Callable[[], Any], w: World) -> Any:
-    """The call; in a world of this kind the next one, which comes after the planted error."""
+    """The call; in a world of this kind the next one, after a good one or the planted error."""
+    if "twice" in w.tags:
+        call()
     with suppress(Planted, PlantedInterrupt) if "retried" in w.tags else nullcontext():
         return call()
     w.tags.discard("planted")

@@ -21,6 +21,7 @@ from kit.laws.twists import (
     frozen,
     insert,
     inside_autocast,
+    joins,
     loss_with_a_parameter,
     overwritten_loss,
     put,
@@ -156,6 +157,7 @@ FOREIGN: dict[str, Row] = {
     "a frozen parameter": (frozen, stale, tag("frozen")),
     "a foreign parameter": (foreign, tag("foreign")),
     "a gradient that another optimizer will step on": (unused, gradient_of_another),
+    "a layer that joins after the window before": (joins, tag("twice")),
 }
 
 
