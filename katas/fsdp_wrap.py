@@ -61,7 +61,7 @@ def wrap(
         model: whole and float32, on the mesh's device, the same on every rank.
         mesh: one-dimensional.
         block_types: the classes of the blocks; subclasses count, the model itself does not.
-        make_optimizer: from all parameters, frozen too, to an optimizer.
+        make_optimizer: from all parameters, frozen too, to their optimizer.
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
@@ -140,4 +140,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 7d24fa5e8552
+# untouched stub 9ace3691b54d

@@ -67,7 +67,7 @@ def wrap(
         model: whole and float32, on the mesh's device, the same on every rank.
         mesh: one-dimensional.
         block_types: the classes of the blocks; subclasses count, the model itself does not.
-        make_optimizer: from all parameters, frozen too, to an optimizer.
+        make_optimizer: from all parameters, frozen too, to their optimizer.
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:

@@ -33,7 +33,7 @@ CAUSES = {
     "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, one of "
     "inference_mode, or one in loss_fn's dtype is returned",
     "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",
-    "forwards": "checkpoint=True is not followed with these options, or blocks run once too often, "
+    "runs of": "checkpoint=True is not followed with these options, or blocks run once too often, "
     "or the model does",
     "gathered after": "what the step has gathered for a backward that never comes stays whole",
     "parameters with": "micro-batches before the error, or passes before the step, have left "

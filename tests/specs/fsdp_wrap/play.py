@@ -117,7 +117,7 @@ class Play:
                 getattr(self, event)(number, label, is_pending)
                 is_pending = False
             if self.runs and event in ("plain", "step"):
-                self.trace[f"forwards of blocks in {label}"] = dict(self.runs)
+                self.trace[f"runs of blocks in {label}, recomputed ones too"] = dict(self.runs)
         self.trace["dtypes inside blocks"] = self.dtypes
         self.trace["steps of the optimizer"] = len(steps)
         for label, result in self.results.items():
