@@ -36,7 +36,8 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
     spec, outcome = verdict.first_bad
     verb = "write" if outcome.result == events.TODO else "fix"
     hint, part = f"nox -s hint -- {job.kata.name}", _part_at_fault(verdict, spec, outcome.problem)
-    if part != spec.part:  # what it should do is seen there
+    if part not in {spec.part, *(section.part for section in verdict.known)}:
+        # What it should do is seen there.
         again = f"nox -s kata -- {job.kata.name} {part}{options}"
     if options or part != spec.part or not spec_hint(job.kata, spec.name):
         hint += f" {part}"  # without a part it begins with the hint of the spec

@@ -141,16 +141,17 @@ class Verdict:
     @property
     def solved(self) -> bool:
         """Whether both laps of the kata have passed, in this run or before with the same code."""
-        return self.passed and {*self._known} >= {*self.job.kata.sections}
+        return self.passed and {*self.known} >= {*self.job.kata.sections}
 
     @property
     def core_passed(self) -> bool:
         """Whether the core has passed, in this run or before with the same code."""
         core = {section for section in self.job.kata.sections if section.lap == "core"}
-        return bool(core) and {*self._known} >= core
+        return bool(core) and {*self.known} >= core
 
     @property
-    def _known(self) -> list[Section]:
+    def known(self) -> list[Section]:
+        """The sections that have passed, in this run or before with the same code."""
         return [found.section for found in [*self.job.before, *self.passed_sections]]
 
     @property

@@ -93,6 +93,14 @@ def test_a_function_that_makes_the_spec_of_another_fail_is_named_and_judged_next
     assert "a hint:  nox -s hint -- tiny_mean 2\n" in out
 
 
+def test_a_part_that_has_passed_does_not_show_what_its_function_should_do():
+    out = seen("means")[1]
+    assert "Core part 1 passed" in out
+    assert "cause     mean: with the reference's in its place, Counter passes this spec" in out
+    assert "then:    nox -s kata -- tiny_mean --answers answers/means.py\n" in out
+    assert "a hint:  nox -s hint -- tiny_mean 1\n" in out
+
+
 def test_what_is_wrong_in_one_answer_is_not_blamed_in_the_next():
     code, out = result("two answers")
     assert code == 1

@@ -97,6 +97,13 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
         (),
     ),
+    "means": (  # Counter uses mean, which is wrong where no spec of its own looks
+        answer(
+            (MEAN, "    return _total(values, start) / len(values) + (len(values) > 5)\n"),
+            ("+= self.step", "= int(mean([float(self.count + self.step)] * 6))"),
+        ),
+        (),
+    ),
     "syntax": (SOLUTION.replace("def add(self) -> int:", "def add(self) -> int"), ()),
     "indent": (in_mean("return 1", "  return 2"), ()),
     "empty": ("", ()),

@@ -38,13 +38,15 @@ def blamed(
     """What to say instead of an error where another function than the spec's own is at fault."""
     function = clause_of(item)[0].partition(".")[0]
     with contextlib.suppress(Exception):  # what was found before counts, whatever the file is like
-        for other in _others(answer, function) if not error.sure else ():
+        for other in _others(answer, function):
             paths = {"answer": str(answer.path), "reference": str(answer.kata.solution)}
             text = _SWAPPED.format(**paths, function=other)
             # One path for each answer: several may be judged in one run, and a path is loaded once.
             label = f"{zlib.crc32(bytes(answer.path)):08x} with the reference's {other}"
             path = materialise(answer.kata, label, text)
             if _holds(item, load(Answer(answer.kata, "file", path))):
+                if error.sure:
+                    return error.but(at=other)
                 cause = f"{other}: with the reference's in its place, {function} passes this spec"
                 return error.but(cause=cause, sure=True, at=other)
     return None
