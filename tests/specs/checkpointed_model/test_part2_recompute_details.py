@@ -177,9 +177,11 @@ class TestPart2RecomputeDetails:
 
     @pytest.mark.survives("recompute", 10)
     def test_a_dropped_result_leaves_nothing(self, answer, device):
-        block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)).to(device)
-        x = large_inputs(device)
-        check_nothing_left(block, x, lambda: answer.recompute(block, x * 1, state=[block]))
+        with device:
+            noise = Noisy(7)
+        block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), noise, nn.Dropout(0.25)).to(device)
+        x, state = large_inputs(device), [block, *noise.generators]
+        check_nothing_left(block, x, lambda: answer.recompute(block, x * 1, state=state))
 
     @pytest.mark.survives("recompute", "Raises")
     def test_refuses_other_state(self, answer):

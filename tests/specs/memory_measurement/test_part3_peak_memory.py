@@ -221,6 +221,9 @@ class TestPart3PeakMemory:
         x, out, full, kept, file = torch.empty(0), torch.empty(0), floats(4), [], BytesIO()
         yield "resized", (0, 8, 8), lambda: x.resize_(2 * KIB), [x]
         yield "filled as out", (4, 4, 4), lambda: torch.mul(full, 3, out=out), [full, out]
+        column, places = torch.ones(KIB, 1), partial(torch.empty, 0, dtype=torch.int64)
+        most = lambda: (torch.max(column, 1, out=(torch.empty(0), places())), None)[1]  # noqa: E731
+        yield "two filled and gone", (4, 12, 0), most, [column]
         yield "resized and gone", (0, 8, 0), lambda: torch.empty(0).resize_(2 * KIB)
         gone = lambda: torch.mul(full, 3, out=torch.empty(0))  # noqa: E731
         yield "filled and gone", (4, 4, 0), gone, [full]

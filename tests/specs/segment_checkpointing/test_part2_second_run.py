@@ -35,6 +35,14 @@ class TestPart2SecondRun:
         part[0][3].train()
         yield "dropout that trains in an eval model", lambda c: c(part[0], x)
 
+        fresh = dropouts(1)[0]
+
+        def evaluated(call):
+            w.loss_of(call(fresh.eval(), x)).backward()
+            return call(fresh.train(), x)
+
+        yield "evaluated, then trained", evaluated
+
         draw_too = lambda c: c(layers[1], (c(layers[0], x), F.dropout(fixed))[0])  # noqa: E731
         yield "other draws in between", draw_too
         layers[0][0].weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
