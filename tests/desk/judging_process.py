@@ -118,14 +118,15 @@ class JudgingProcess:
     def _family(self) -> list[int]:
         """It and what it has started; the ranks of the answer are forks of the server too."""
         if self._helps:
-            return family(self._child.pid)
-        found = family(forkserver.pid())
+            found = family(self._child.pid)
+        else:
+            of_helper = {*self.helper._family()} if self.helper else set()
+            found = [pid for pid in family(forkserver.pid()) if pid not in of_helper]
         if len(found) > forkserver.MOST_FORKS:
             self._is_bomb = True
             forkserver.ask_stacks(self._child, self._folder / judging.STACKS)
             forkserver.end(self._child)
-        of_helper = self.helper._family() if self.helper else []
-        return [pid for pid in found if pid not in of_helper]
+        return found
 
     def _limit(self) -> float:
         return self._job.limit + self._job.grace if self._specs else _START_LIMIT

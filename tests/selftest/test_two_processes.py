@@ -68,6 +68,20 @@ def test_a_process_that_dies_is_told_when_all_before_has_passed():
     assert "The judge itself failed" not in out
 
 
+@pytest.mark.parametrize("who", ["first", "second"] if TWO_CORES else ["first"])
+def test_a_bomb_is_told_of_the_process_in_which_it_is(who):
+    bomb = f"""    import subprocess, tempfile, time
+    while tempfile.gettempdir().endswith({who!r}):
+        subprocess.Popen(["sleep", "60"])
+    time.sleep(0.4)
+"""
+    code, out = judge_text(f"bomb_in_{who}", answer((MEAN, bomb + MEAN)))
+    assert code == 1
+    assert "more than 256 processes, which were all ended" in out
+    assert "subprocess.Popen" in out
+    assert "The judge itself failed" not in out
+
+
 def item(group: str = "", fixtures: tuple[str, ...] = ()) -> SimpleNamespace:
     mark = SimpleNamespace(args=(group,)) if group else None
     return SimpleNamespace(get_closest_marker=lambda name: mark, fixturenames=fixtures)

@@ -323,7 +323,7 @@ def test_a_watch_that_is_killed_leaves_nothing() -> None:
     wait_for(lambda: _is_judging(watch))
     pids = watch.family()
     os.kill(watch.screen.pid, signal.SIGKILL)
-    watch.screen.close()
+    watch.close()
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))
     wait_for(lambda: not [*(home.root / "tmp").iterdir()])
 
