@@ -6,7 +6,6 @@ from math import inf, nan
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import nn
 from torch.amp import GradScaler
 
@@ -111,7 +110,7 @@ def rounds(*bads, calls="step(a)"):
     return "; ".join(f"backward(a, {bad}); {calls}; update()" for bad in bads)
 
 
-def calls(optimizer):
+def calls(st, optimizer):
     """Calls with one optimizer between two updates: unscaled, stepped, both, or not used at all."""
     bad = st.integers(0, sum(SIZES) - 1).map(lambda at: f", inf, at={at}")
     missing = st.sampled_from((", missing=0", ", missing=2"))
@@ -123,9 +122,9 @@ def calls(optimizer):
     return st.just(()) | used
 
 
-def scripts():
+def scripts(st):
     """Rounds with two optimizers, of which one is used at least, and now and then a reload."""
-    used = st.tuples(calls("a"), calls("b")).filter(any)
+    used = st.tuples(calls(st, "a"), calls(st, "b")).filter(any)
     end = st.sampled_from((("update()",), ("update()",), ("update()", "reload()")))
     one = st.tuples(used, end).map(lambda parts: [*parts[0][0], *parts[0][1], *parts[1]])
     return st.lists(one, min_size=1, max_size=4).map(lambda rounds: "; ".join(chain(*rounds)))
@@ -173,7 +172,7 @@ class TestPart2LossScaler:
             cause += ", or for one of two optimizers only"
             check_equal(got, want, "LossScaler", cause=cause)
 
-        for_all(scripts(), check_script, examples=15)
+        for_all(scripts, check_script, examples=15)
 
     @pytest.mark.exact("LossScaler", "step")
     @agrees("gradients are unscaled twice or not at all, or update() asks who has stepped")
