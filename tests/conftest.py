@@ -25,7 +25,7 @@ import pytest_timeout
 import torch
 
 from kit import forkserver
-from kit.answers import causes
+from kit.answers import causes, figures
 from kit.answers.blame import blamed
 from kit.answers.contract import functions
 from kit.answers.loading import Answer, load, sources
@@ -57,7 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
     shift = config.getoption("--seed-shift")
     if shift is not None:
         os.environ[draw.SHIFT_VARIABLE] = str(shift)
-    config.pluginmanager.register(causes.Causes())
+    if not hasattr(config, "workerinput"):  # a process of pytest-xdist hears of its share only
+        config.pluginmanager.register(causes.Causes())
+        config.pluginmanager.register(figures.Figures())
     put_off_dynamo()
     # The shapes are small: threads cost more than they bring, and two runs side by side would
     # fight for the cores.

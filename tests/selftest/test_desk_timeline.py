@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import cache
+from importlib import import_module
 
 import pytest
+import torch
 
+from kit.answers.loading import load
 from kit.catalog import all_katas
+from kit.memory.stack import highest, stacked, thin
+from kit.ranks.world import World
 from selftest.tiny import SOLUTION, House, later, new_folder, repository, result
 from selftest.tiny_answers import answer, in_mean
 from selftest.tiny_timeline import add_lab, add_timeline
@@ -124,12 +130,28 @@ def test_a_memory_bar_that_fails_names_the_picture():
     assert "picture: " not in home().desk("kata", "tiny_mean", "--answers", str(path))[1]
 
 
-@pytest.mark.parametrize("kata", [k for k in all_katas() if k.has_timeline], ids=lambda k: k.name)
-def test_a_reference_peaks_below_the_plain_way_or_tells_its_peak(kata):
-    words = ("timeline", kata.name, "--answers", "solutions", "--json")
-    code, out = repository().desk(*words)
+def test_a_kata_of_this_repository_has_its_peaks_in_json():
+    code, out = repository().desk("timeline", "amp_loop", "--answers", "solutions", "--json")
     assert code == 0, out
-    peaks = json.loads(out)["peaks"]
+    assert {*json.loads(out)["peaks"]} == {"plain", "yours", "reference"}
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = World(2)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("kata", [k for k in all_katas() if k.has_timeline], ids=lambda k: k.name)
+def test_a_reference_peaks_below_the_plain_way_or_tells_its_peak(kata, world, tmp_path):
+    module = import_module(f"specs.{kata.name}.timeline")
+    reference = load(kata.solution)
+    given = {"answer": reference, "reference": reference, "device": torch.device("cpu")}
+    given |= {"world": world, "tmp_path": tmp_path}
+    names = inspect.signature(module.timeline).parameters
+    books = module.timeline(**{name: given[name] for name in names})
+    peaks = {name: sum(highest(thin(stacked(rows))).values()) for name, rows in books.items()}
     # gloo's threads may let go of what they have sent a little late.
     assert peaks["yours"] == pytest.approx(peaks["reference"], rel=1e-3)
     # What memory_measurement draws is what its figures say of a step, beside the step itself, whose

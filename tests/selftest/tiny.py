@@ -176,6 +176,12 @@ What does a step of zero do?
 WALK_THROUGH = """\
 # Walk-through: Tiny mean
 
+## Part 1: mean
+
+| bar | plain | reference |
+|---|---|---|
+| peak | 4,096 | 2,000 |
+
 ## What to ask next, and good answers
 
 - *Why not `statistics.fmean`,
