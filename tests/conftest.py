@@ -263,8 +263,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def world(request: pytest.FixtureRequest) -> World:
     """Real processes, two unless the spec is parametrized otherwise (`indirect=True`).
 
-    They serve the whole run. It is no fixture of the session, because pytest would put the specs
-    into another order for the sake of such a parameter.
+    They serve all specs of a kata. It is no fixture of the session, because pytest would put the
+    specs into another order for the sake of such a parameter.
     """
     return _world(request.config, getattr(request, "param", 2))
 
@@ -310,10 +310,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.start()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks with the last spec of a kata: what they have imported and kept is theirs."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _close_worlds(item.config)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
+    _close_worlds(config)
+    forkserver.stop()
+
+
+def _close_worlds(config: pytest.Config) -> None:
     for world in config.stash.get(_WORLDS, {}).values():
         world.close()
-    forkserver.stop()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,7 +24,7 @@ _TESTED = re.search(r'"torch==(.+?)"', (ROOT / "pyproject.toml").read_text(encod
 
 def is_tested_torch() -> bool:
     """Whether it is the torch of figures and pictures; others need other bytes."""
-    return bool(_TESTED) and metadata.version("torch").partition("+")[0] == _TESTED[1]
+    return _TESTED is not None and metadata.version("torch").partition("+")[0] == _TESTED[1]
 
 
 @dataclass(frozen=True)
