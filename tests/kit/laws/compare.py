@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kit.laws.trace import Described
+from kit.laws.trace import Described, Trace
 
 NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
 _EXACT = 1e-9  # of numbers that nobody rounds
+
+
+@dataclass(frozen=True)
+class Difference:
+    scenario: str
+    observable: str
+    want: Any
+    got: Any
 
 
 def same(one: Any, other: Any, near: float = NEAR) -> bool:
@@ -43,3 +52,18 @@ def _near(one: Tensor, other: Tensor, near: float) -> bool:
         return False
     error = (one - other)[finite].norm()
     return bool(error <= near * other[finite].norm() + 1e-12)
+
+
+def is_named(got: Trace, want: Trace) -> bool:
+    """Whether the message of a refusal names what it should."""
+    is_refused = want["outcome"] == got["outcome"] == "ValueError"
+    return not is_refused or all(word in str(got["_error"]) for word in want["_world"].mentions)
+
+
+def narrowed(scenario: str, name: str, want: Any, got: Any, near: float) -> Difference:
+    """Of a table of tensors the first that differs."""
+    if isinstance(want, dict) and isinstance(got, dict):
+        for key in dict.fromkeys([*want, *got]):
+            if not same(got.get(key), want.get(key), near):
+                return Difference(scenario, f"{name} of {key}", want.get(key), got.get(key))
+    return Difference(scenario, name, want, got)

@@ -8,7 +8,7 @@ that of the oracle, which is the contract as slow and obvious code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +121,7 @@ class World:
     scaler: dict[str, Any] | None = None  # options
     gamma: float | None = None  # of the schedule
     options: dict[str, Any] = field(default_factory=dict)
-    outer: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the caller is inside of
+    inside: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)  # of what
     mentions: tuple[str, ...] = ()  # what a refusal must name
     refused_at: int | None = None  # after how many steps it comes
     visits: Callable[[str], None] = lambda place: None  # hears of model, loss and step
@@ -219,14 +219,16 @@ def observe(
     world = build().ready(device)
     result: Any = None
     error: BaseException | None = None
-    with world.outer():
+    with ExitStack() as callers:
+        for enter in world.inside:
+            callers.enter_context(enter())
         try:
             result = call(world)
         except BaseException as caught:  # a planted KeyboardInterrupt too
             error = caught
     probes = [m for m in world.model.modules() if isinstance(m, Probe)]
     seen: Trace = {
-        "outcome": _outcome(error),
+        "outcome": type(error).__name__ if error else "returns",
         "passes forward": [run for p in probes for run in p.forwards],
         "passes back": [run for p in probes for run in p.backwards],
         "loss calls": world.losses,
@@ -236,13 +238,6 @@ def observe(
         seen |= {f"{key} at step {number}": value for key, value in step.items()}
     seen |= results(result) | world.notes | world.now()
     return seen | {"_world": world, "_error": error}
-
-
-def _outcome(error: BaseException | None) -> str:
-    """What the error is called; one that Python has made of a StopIteration is that (PEP 479)."""
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-        return "StopIteration"
-    return type(error).__name__ if error else "returns"
 
 
 def results(result: Any) -> Trace:

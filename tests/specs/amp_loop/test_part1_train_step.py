@@ -33,11 +33,6 @@ def targets_in_float64(w):
     w.batches = [(x, y.double()) for x, y in w.batches]
 
 
-def inside_their_own(w):
-    """Inside an autocast of the step's own dtype."""
-    twists.inside_autocast(torch.bfloat16 if w.dtype == torch.float32 else w.dtype)(w)
-
-
 class Recomputed(nn.Linear):
     """Runs again in the backward pass, under the autocast of the forward pass."""
 
@@ -215,7 +210,7 @@ class TestPart1TrainStep:
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
         yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
         again = insert(lambda: Recomputed(13, 13))
-        yield "a layer that runs again", again, inside_their_own
+        yield "a layer that runs again", again, twists.inside_its_own_autocast
 
     @pytest.mark.survives("train_step", "untouched")
     @in_each_precision
@@ -234,6 +229,68 @@ class TestPart1TrainStep:
         yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
         inside = twists.inside_autocast(torch.bfloat16)
         yield "the backward pass fails inside an autocast of the caller", inside, fails("backward")
+
+    @pytest.mark.survives("train_step", "gradients")
+    @STEP.pairs
+    def test_a_step_is_right_whatever_two_things_meet(self):
+        yield {precision: twists.in_precision(precision) for precision in PRECISIONS}
+        yield {
+            "": (),
+            "dropout": insert(lambda: nn.Dropout(0.5)),
+            "dropout in eval mode": insert(lambda: nn.Dropout(0.5), train=False),
+            "one layer in eval mode": insert(lambda: nn.Dropout(0.5), layer_train=False),
+            "batch norm": insert(lambda: nn.BatchNorm1d(13)),
+            "a layer that runs again": insert(lambda: Recomputed(13, 13)),
+        }
+        yield {
+            "": (),
+            "a frozen parameter": twists.frozen,
+            "a foreign parameter": foreign,
+            "a parameter without a gradient": twists.unused,
+            "tied weights": twists.tied,
+            "a group for each parameter": put(groups=True),
+        }
+        yield {
+            "": (),
+            "a loss with a parameter": twists.loss_with_a_parameter,
+            "a loss that ends in a matrix product": twists.loss_with_a_matrix_product,
+            "a loss that is overwritten": twists.overwritten_loss,
+            "an infinite loss": put(loss=lambda out, y: mse(out, y) + math.inf),
+            "gradients of zero": put(loss=lambda out, y: mse(out, y) * 0),
+            "a gradient of 1e30": huge(1e30),
+            "token ids": twists.token_ids,
+            "inputs of 2**20": twists.large_inputs,
+            "targets in float64": targets_in_float64,
+            "batches in lists": twists.in_lists,
+        }
+        yield {"": (), "stale gradients": twists.stale, "in the middle": trained_before}
+        yield {
+            "": (),
+            "clipped": half,
+            "max_norm that nothing reaches": option(max_norm=1e4),
+            "max_norm inf": option(max_norm=math.inf),
+        }
+        bad = {"an infinite gradient": math.inf, "a NaN gradient": math.nan}
+        yield {"": (), **{name: gradient(value) for name, value in bad.items()}}
+        yield {
+            "": (),
+            "Adam": put(adam={"lr": 0.01}),
+            "learning rate 0": put(sgd={"lr": 0.0, "momentum": 0.9}),
+            "a scale that grows": twists.scaled(growth_interval=1),
+            # An error in a fused step leaves what torch's scaler has put on the optimizer.
+            **{f"a scaler {n}": scaler for n, scaler in SCALERS.items() if "fused" not in n},
+        }
+        yield {
+            "": (),
+            "inside bfloat16": twists.inside_autocast(torch.bfloat16),
+            "inside float16": twists.inside_autocast(torch.float16),
+            "inside float16 without cache": twists.inside_autocast(torch.float16, cache=False),
+            "where autocast is off": twists.inside_autocast(torch.bfloat16, enabled=False),
+            "inside its own autocast": twists.inside_its_own_autocast,
+        }
+        places = ("model", "loss", "backward", "step")
+        interrupt = fails("step", 1, PlantedInterrupt)
+        yield {"": (), **{f"{p} fails": fails(p) for p in places}, "Ctrl-C in step": interrupt}
 
     @pytest.mark.survives("train_step", "Raises")
     @STEP.spec()
