@@ -45,25 +45,33 @@ Named = dict[str, int]  # attributes by name: 0, or which callable it is
 
 
 def watch(
-    answer: ModuleType, names: Collection[str], changes: Mapping[str, tuple[str, ...]]
+    answer: ModuleType,
+    names: Collection[str],
+    changes: Mapping[str, tuple[str, ...]],
+    drawing: bool = True,
 ) -> None:
     """Guard what the contract has of the functions and classes that the answer itself defines.
 
     Args:
         names: of the contract, such as "train", "Scaler" and "Scaler.update".
         changes: what a function may change after all: the first words of what is observed.
+        drawing: whether torch's random state may move; else `changes` says where.
     """
+
+    def free(name: str) -> tuple[str, ...]:
+        return (*changes.get(name, ()), *(["random state of torch"] if drawing else []))
+
     for name, value in [*vars(answer).items()]:
         if name not in names or getattr(value, "__module__", None) != answer.__name__:
             continue
         if inspect.isfunction(value):
-            setattr(answer, name, _guarded(name, value, changes.get(name, ())))
+            setattr(answer, name, _guarded(name, value, free(name)))
         elif inspect.isclass(value):
             for method, function in [*vars(value).items()]:
                 full = f"{name}.{method}"
                 is_named = full in names or method in ("__init__", "__call__")
                 if is_named and inspect.isfunction(function):
-                    setattr(value, method, _guarded(full, function, changes.get(full, ())))
+                    setattr(value, method, _guarded(full, function, free(full)))
 
 
 def observed(*values: Any) -> dict[str, Any]:
@@ -156,6 +164,7 @@ def _in_force() -> dict[str, Any]:
         "hooks on saved tensors": saved_tensors_hooks_in_force(),
         "garbage collector": gc.isenabled(),
         "random state of Python": random.getstate(),
+        "random state of torch": torch.get_rng_state().numpy().tobytes(),
         "global module hooks": sum(len(hooks) for hooks in _GLOBAL_HOOKS if hooks),
     }
 

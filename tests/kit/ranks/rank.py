@@ -197,7 +197,7 @@ class _Member:
         changes = importlib.import_module(name) if find_spec(name) else None
         if getattr(changes, "ON_RANKS", False):
             names = functions(find_kata(folder.rpartition(".")[2]).solution)
-            watch(answer, names, vars(changes)["CHANGES"])
+            watch(answer, names, vars(changes)["CHANGES"], vars(changes)["MAY_DRAW"])
 
     def step(self) -> InStep:
         """Add up a few numbers with the other ranks."""

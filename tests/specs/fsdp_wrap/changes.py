@@ -4,4 +4,4 @@ CHANGES = {
     "wrap": ("hooks", "attributes", "requires_grad"),
     "train_step": ("hooks of modules",),  # those for a state dict come with the first forward
 }
-ON_RANKS = True
+ON_RANKS, MAY_DRAW = True, True

@@ -74,11 +74,15 @@ class Tiny(nn.Module):
 class Blank(nn.Module):
     """Its extra state is None."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: object = "nothing yet"
+
     def get_extra_state(self) -> None:
         return None
 
     def set_extra_state(self, state: object) -> None:
-        """Without it torch refuses what is loaded."""
+        self.found = state
 
 
 class Counts(nn.Module):
@@ -100,7 +104,7 @@ class Rich(Model):
 
     def __init__(self) -> None:
         super().__init__(blocks=1, tied=True)
-        self.gain = nn.Parameter(torch.ones(1))
+        self.no_extra_state = nn.Parameter(torch.ones(1))  # whatever its name ends in
         self.scale = torch.full((OUTPUTS,), 2.0)
         self.register_buffer("seen", torch.tensor(2**40 + 1))
         self.blocks[0].register_buffer("seen", self.seen)
@@ -113,7 +117,7 @@ class Rich(Model):
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs) * self.gain
+        return super().forward(inputs) * self.no_extra_state
 
     def get_extra_state(self) -> str:
         return self.version

@@ -90,6 +90,7 @@ def check_others(model: Any) -> None:
     """What was loaded into a model of `other` beside its tensors, and what was left alone."""
     cause = "extra state is not saved, or set_extra_state() is not called with it"
     check_equal(model.version, "version 3", "the extra state", cause=cause)
+    check_equal(model.blank.found, None, "the extra state of blank", cause=cause)
     check_equal(model.counts.count.tolist(), [3, 4], "the extra state of counts", cause=cause)
     cause = "a buffer that is not persistent is not in the state dict: it keeps its values"
     check_equal(model.cache.tolist(), [7.0, 7.0], "the buffer cache", cause=cause)

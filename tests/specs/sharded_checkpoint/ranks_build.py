@@ -155,7 +155,9 @@ def build_fails_on_one(answer: Any, rank: int) -> dict[str, bool]:
 
         def fails(*args: Any, function: Any = function) -> Any:
             if rank == 1:
-                raise OSError  # without a word
+                error = OSError()  # without a word
+                error.cannot_be_pickled = lambda: None  # type: ignore[attr-defined]
+                raise error
             return function(*args)
 
         make_model, *others = {**given, name: fails}.values()
