@@ -121,7 +121,7 @@ class LossScaler:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
-        3. A huge but finite gradient is no overflow.
+        3. Huge finite gradients are no overflow. No scale exceeds float32.
         4. unscale_ takes less extra memory than three gradients.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
@@ -282,4 +282,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 8a803dae8f1c
+# untouched stub 13d8815d7f5a

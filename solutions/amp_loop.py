@@ -219,7 +219,7 @@ class LossScaler:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
-        3. A huge but finite gradient is no overflow.
+        3. Huge finite gradients are no overflow. No scale exceeds float32.
         4. unscale_ takes less extra memory than three gradients.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
@@ -305,7 +305,9 @@ class LossScaler:
         else:
             self._good_steps += 1
             if self._good_steps == self._growth_interval:
-                self._scale *= self._growth_factor
+                # As far as float32 goes: beyond, every scaled loss would be infinite.
+                if self._scale * self._growth_factor <= torch.finfo(torch.float32).max:
+                    self._scale *= self._growth_factor
                 self._good_steps = 0
         self._overflow.clear()
         self._stepped.clear()

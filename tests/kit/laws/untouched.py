@@ -84,12 +84,12 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        in_force = _in_force()
+        in_force = _in_force() | _random()
         looks = [look for part in _parts([*args, *kwargs.values()], set()) for look in _looks(part)]
         carried = [(observable, look, look()) for observable, look in looks]
 
         def problem(after: str) -> SpecFailure | None:
-            now = _in_force()
+            now = _in_force() | _random()
             if now != in_force:
                 changed = next(key for key in now if now[key] != in_force[key])
                 if not changed.startswith(free):
@@ -164,9 +164,12 @@ def _in_force() -> dict[str, Any]:
         "hooks on saved tensors": saved_tensors_hooks_in_force(),
         "garbage collector": gc.isenabled(),
         "random state of Python": random.getstate(),
-        "random state of torch": torch.get_rng_state().numpy().tobytes(),
         "global module hooks": sum(len(hooks) for hooks in _GLOBAL_HOOKS if hooks),
     }
+
+
+def _random() -> dict[str, Any]:
+    return {"random state of torch": torch.get_rng_state().numpy().tobytes()}
 
 
 def _hooks(attributes: Mapping[str, Any]) -> dict[str, int]:

@@ -161,6 +161,8 @@ class TestPart2LossScaler:
         for bads in product((None, inf), repeat=4):
             yield f"overflows: {bads}", rounds(*bads), GROWING | {"init_scale": 1.0}
         yield "growing at every step", rounds(None, None, inf, None), {"growth_interval": 1}
+        largest = {"init_scale": 2.0**126, "growth_interval": 1}
+        yield "growing to the end of float32", rounds(None, None, None), largest
 
     @pytest.mark.exact("LossScaler", "update")
     def test_tracks_gradscaler_through_other_scripts(self, answer, device):

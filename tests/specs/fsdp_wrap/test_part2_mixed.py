@@ -118,7 +118,10 @@ class TestPart2Mixed:
             answer.wrap(model, mesh, (Watched, Around), adamw, dtype=BF16)
             places = torch.tensor([[300], [301]], device=device)
             inputs = torch.ones(2, 5, dtype=given, device=device)
-            got = model(inputs, places, more={"mask": places > 300, "shift": inputs / 2})
+            more = {"mask": places > 300, "shift": inputs / 2}
+            got = model(inputs, places, more=more)
+            cause = "what is cast is put into the caller's own dict"
+            check_equal(more["shift"].dtype, given, "dtype in the caller's dict", cause=cause)
             seen = [*model.first.seen.items(), *model.second.seen.items(), *model.seen.items()]
         kept = {"integers": torch.int64, "flags": torch.bool}
         for what, dtype in seen:

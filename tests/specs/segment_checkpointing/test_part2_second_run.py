@@ -15,7 +15,7 @@ from kit.laws.untouched import observed
 from specs.segment_checkpointing import worlds as w
 from specs.segment_checkpointing.meeting import MEETING, meeting, nearly_as_plain
 
-NAME = object()
+NAME, NORM = object(), nn.BatchNorm1d(1)
 
 
 def dropouts(count):
@@ -116,7 +116,7 @@ class TestPart2SecondRun:
                 out = (a * b).sin() * scale
                 return scale, out, None, True, a.exp() + b, rest[0], which.flip(0), b[which]
 
-            out = call(function, a, None, 3, b, which, NAME, [1, 2], {"k": None}, "word")
+            out = call(function, a, None, 3, b, which, NAME, [1, 2], {"k": None}, "word", NORM)
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
 
         yield "tensors and other things", mixture
