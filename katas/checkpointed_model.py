@@ -199,9 +199,9 @@ def checkpoint_blocks(
         5. Blocks of another class may be checkpointed in a second call.
         6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
            numbers; only other operations run again.
-        7. Under autocast too, to the same bits; `keep` has no casts.
-        8. With `keep` a call has one backward pass; calls of a block share nothing, and one without
-           a backward pass leaves nothing.
+        7. Under autocast too: the same bits; `keep` has no casts.
+        8. With `keep` a call has one backward pass, under autocast a block one call; calls share
+           nothing; a dropped one leaves nothing.
         9. A held result (no view) changed in place: an error or right gradients; nobody changes
            parameters between the passes.
         10. Generators among a block's attributes and arguments count.
@@ -209,4 +209,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub 1d5c2a7e36d4
+# untouched stub 212579b91d34
