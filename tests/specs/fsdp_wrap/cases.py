@@ -189,7 +189,6 @@ MEETING: tuple[dict[str, dict[str, Any]], ...] = (
         "frozen": {"shape": SHAPES["frozen"]},
         "tied": {"shape": SHAPES["tied in the root"]},
         "nested": {"shape": SHAPES["nested"]},
-        "dropout": {"shape": DROP},
     },
     {"": {}, "bfloat16": {"wrap": BF16}},
     {"": {}, "kept": {"wrap": KEPT}},
@@ -198,8 +197,7 @@ MEETING: tuple[dict[str, dict[str, Any]], ...] = (
     {
         "": {"script": ("step", "plain")},
         "old gradients": {"script": ("stale", "step")},
-        "evaluated before": {"script": ("evaluate", "plain", "step")},
-        "a forward before": {"script": ("stray", "step")},
+        "forwards before": {"script": ("evaluate", "stray", "step")},
         "an error before": {"script": ("fails", "plain", "step")},
     },
     {"": {}, "two groups": {"make_optimizer": in_groups}},
