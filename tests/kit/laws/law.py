@@ -138,9 +138,10 @@ class Law:
             except Exception as error:
                 if found and not isinstance(error, NotImplementedError):
                     break  # what was seen before says more
-                self._compared(answer, self._plainest(answer, scenario, device), device)
+                if scenario in self._mixes:
+                    self._compared(answer, self._plainest(answer, scenario, device), device)
                 raise
-            if differences and not found:
+            if differences and not found and scenario in self._mixes:
                 scenario = self._plainest(answer, scenario, device)
                 differences, pattern = self._compared(answer, scenario, device)
             found += differences[:1]
@@ -157,8 +158,6 @@ class Law:
 
     def _plainest(self, answer: ModuleType, scenario: str, device: torch.device) -> str:
         """The scenario with what is plain in place of all that the answer fails without."""
-        if scenario not in self._mixes:
-            return scenario
         parts, tables = self._mixes[scenario]
 
         def named(parts: Parts) -> str:
