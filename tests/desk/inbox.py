@@ -72,9 +72,9 @@ class Run:
             seen = Verdict(self.job, trouble=f"{type(error).__name__}: {error}")
         self._put(seen)
         if not self._stop.is_set() and forkserver.is_warm():
-            forkserver.preload(self.job.kata.imports)  # somebody reads now
             again = dataclasses.replace(self.job, sections=tuple(self.job.asked))
             with contextlib.suppress(OSError, RuntimeError):  # the next verdict says so
+                forkserver.preload(self.job.kata.imports)  # somebody reads now
                 self._bench = Bench(again, self._terminal)
 
     def _put(self, what: Event | Verdict) -> None:
