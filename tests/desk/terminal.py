@@ -47,8 +47,8 @@ class Keys(Terminal):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_over = True
         self._pause()
+        self._is_over = True  # not before: the thread that reads would not say that it has paused
         self._may_read.set()
         self._thread.join(1.0)
 

@@ -99,7 +99,7 @@ def wait_until_warm(given_up: Callable[[], bool] = lambda: False) -> bool:
     while _FORKS and not _mark().exists():  # not is_warm(): it would start a dead one again
         if given_up():
             return False
-        if _is_gone(pid()) or time.monotonic() > until:
+        if is_gone(pid()) or time.monotonic() > until:
             raise RuntimeError(f"the warm process could not be started\n{read(folder / 'log')}")
         time.sleep(0.01)
     return True
@@ -197,7 +197,8 @@ def _is_safe() -> bool:
     return _FORKS and not read(_mark())
 
 
-def _is_gone(number: int) -> bool:
+def is_gone(number: int) -> bool:
+    """Whether a process has ended, if nobody has asked how yet."""
     try:
         return psutil.Process(number).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -206,7 +207,7 @@ def _is_gone(number: int) -> bool:
 
 def _await_end(number: int) -> None:
     until = time.monotonic() + 10.0
-    while not _is_gone(number) and time.monotonic() < until:
+    while not is_gone(number) and time.monotonic() < until:
         time.sleep(0.01)
 
 

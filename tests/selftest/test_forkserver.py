@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from kit import forkserver
+from kit.forkserver import is_gone
 from kit.laws.checks import SpecFailure
 from kit.ranks.world import World
 from selftest import fork_programs
@@ -76,7 +77,7 @@ def test_a_world_that_is_closed_at_once_leaves_no_process_and_no_file():
     pids, folder = world.pids, world._folder
     assert len(pids) == 3
     world.close()
-    assert not any(map(psutil.pid_exists, pids))
+    assert all(map(is_gone, pids))
     assert not folder.exists()
 
 
@@ -90,7 +91,7 @@ def test_a_server_that_dies_is_replaced(ours, bad):
     assert forkserver.pid() != old
     assert [pid for _, pid, *_ in ours.run(bad, programs.who)] == pids  # they need no server
     ours.close()
-    wait_for(lambda: not any(map(psutil.pid_exists, [*pids, old])))
+    wait_for(lambda: all(map(is_gone, [*pids, old])))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no server")
@@ -145,7 +146,7 @@ def test_a_fork_of_a_fork_comes_from_the_same_warm_server_and_ends_with_it(tmp_p
     assert group == second
     assert is_warm
     assert forkserver.end(process) == -signal.SIGKILL
-    wait_for(lambda: not psutil.pid_exists(second))
+    wait_for(lambda: is_gone(second))
 
 
 def test_where_a_fork_is_not_safe_a_process_starts_afresh(monkeypatch, tmp_path):
@@ -220,12 +221,12 @@ def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, our
     for number, folder, run in runs:
         wait_for(lambda folder=folder: len([*folder.glob("pid*")]) == 4)  # the server, 1 + 2 ranks
         pids = [int(path.name.removeprefix("pid")) for path in folder.glob("pid*")]
-        assert all(map(psutil.pid_exists, pids))
+        assert not any(map(is_gone, pids))
         assert len(ours.run(bad, programs.who)) == 2
         # The terminal sends Ctrl-C to all of them.
         for pid in [*pids, run.pid] if number == signal.SIGINT else [run.pid]:
             os.kill(pid, number)
         run.communicate(timeout=300)
         assert run.returncode == (2 if number == signal.SIGINT else -number)
-        wait_for(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
+        wait_for(lambda pids=pids: all(map(is_gone, pids)))
         wait_for(lambda folder=folder: not [*folder.glob("memory-katas-*"), *folder.glob("pymp-*")])

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kit.catalog import ROOT
+from kit.forkserver import is_gone
 from kit.patience import family
 from lab.notebook import Lab, Page, Text
 from lab.runner import Ended, Job, carry_out_all
@@ -38,7 +38,7 @@ def test_two_are_under_way_at_once(tmp_path):
     found = ended(tmp_path, programs.meets_another, programs.meets_another)
     pids = {end.page.samples["pid"] for end in found.values()}
     assert len(pids | {os.getpid()}) == 3
-    assert not any(map(psutil.pid_exists, pids))
+    assert all(map(is_gone, pids))
 
 
 def test_a_timing_has_the_processor_alone_and_is_not_kept_waiting_for_ever(tmp_path):
@@ -80,7 +80,7 @@ def test_all_end_with_the_iteration(tmp_path):
     kept = tmp_path / "samples" / "one.json"
     wait_for(kept.exists)
     running.close()
-    assert not psutil.pid_exists(json.loads(kept.read_text())["samples"]["pid"])
+    assert is_gone(json.loads(kept.read_text())["samples"]["pid"])
 
 
 def test_ctrl_c_keeps_what_is_measured_and_leaves_nothing_running(tmp_path):
@@ -98,5 +98,5 @@ def test_ctrl_c_keeps_what_is_measured_and_leaves_nothing_running(tmp_path):
     assert lab.returncode == 130
     words = "Interrupted. What was measured is kept; the same command goes on from there."
     assert words in " ".join(out.split())
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: all(map(is_gone, pids)))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pexpect
-import psutil
 import pytest
 
 from desk import watch as watch_module
@@ -23,6 +22,7 @@ from desk.state import State
 from desk.watch import Watch
 from kit.answers.stubs import make_stub
 from kit.catalog import find_kata
+from kit.forkserver import is_gone
 from selftest.terminal import KEYS, Terminal
 from selftest.tiny import SOLUTION, House, hears_ctrl_c, new_folder, wait_for
 from selftest.tiny_answers import answer, in_mean
@@ -254,7 +254,7 @@ def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> Non
     other.screen.expect(pexpect.EOF)
     other.screen.wait()
     assert other.screen.exitstatus == 0
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: all(map(is_gone, pids)))
 
 
 def test_a_run_that_is_begun_while_somebody_presses_ctrl_c_is_ended(monkeypatch):
@@ -292,7 +292,7 @@ def test_ctrl_c_leaves_nothing(when: str) -> None:
     watch.screen.expect(pexpect.EOF)
     watch.screen.wait()
     assert watch.screen.exitstatus == 130
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: all(map(is_gone, pids)))
     wait_for(lambda: not [*(home.root / "tmp").iterdir()])
 
 
@@ -324,7 +324,7 @@ def test_a_watch_that_is_killed_leaves_nothing() -> None:
     pids = watch.family()
     os.kill(watch.screen.pid, signal.SIGKILL)
     watch.close()
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_for(lambda: all(map(is_gone, pids)))
     wait_for(lambda: not [*(home.root / "tmp").iterdir()])
 
 
