@@ -81,6 +81,7 @@ class Law:
 
     def __post_init__(self) -> None:
         self.groups: dict[str, list[str]] = {}  # names of scenarios
+        self._tables: dict[str, Tables] = {}  # of groups that nobody has asked for yet
         self._mixes: dict[str, tuple[Parts, Tables]] = {}
         self._plainer: dict[str, Callable[[], World]] = {}  # than a scenario that failed
         self.scenarios: dict[str, Callable[[], World]] = {}
@@ -118,6 +119,9 @@ class Law:
 
     def add_pairs(self, group: str, tables: Tables) -> None:
         """Have scenarios, one twist or several of each table, in which every two meet."""
+        self._tables[group] = tables
+
+    def _mix(self, group: str, tables: Tables) -> None:
         mixes = {name_of(parts): parts for parts in in_pairs(tables)}
         self.groups[group] = [*mixes]
         self.scenarios |= {name: self._mixed(parts) for name, parts in mixes.items()}
@@ -130,6 +134,8 @@ class Law:
     def hold(self, answer: ModuleType, device: torch.device, group: str) -> None:
         """Fail unless the answer does as the oracle in each scenario of the group."""
         __tracebackhide__ = True
+        if group in self._tables:
+            self._mix(group, self._tables.pop(group))
         found: list[Difference] = []
         seen: dict[str, Pattern] = {}
         for scenario in self.groups[group]:
