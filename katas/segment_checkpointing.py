@@ -62,11 +62,11 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
            as it was.
         6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
            gradients and no others. Backward under inference_mode is not asked for.
-        7. Tensors in a list, tuple or dict that is returned: TypeError, or right gradients.
+        7. Tensors in a returned list, tuple or dict: TypeError, or right gradients.
         8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
            right gradients.
-        9. A tensor given twice is one tensor in both runs. Results that share memory may not be
-           changed in place. A Parameter is a plain tensor in the second run.
+        9. A tensor given twice is one tensor in both runs. Results that share memory with
+           anything may not be changed in place. A Parameter is a plain tensor in the second run.
     """
     raise NotImplementedError
 
@@ -169,4 +169,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub 98d7db796cf5
+# untouched stub da9ee4afaf39

@@ -288,13 +288,13 @@ class TestPart3Train:
 
         Whichever part refuses: what others have loaded before is put back, or was not loaded yet.
         """
-        saved = run("fp16_unscaled", device)
-        go_on(saved, 0, 3)
-        answer.save_checkpoint(path := tmp_path / "run.pt", *parts(saved))
-        for other, change in OTHERS.items():
-            world = run("fp16_unscaled", device)
+        cases = [*product(["fp16_unscaled"], OTHERS), ("fp16", "another schedule")]
+        for precision, other in cases:
+            saved, world = run(precision, device), run(precision, device)
+            go_on(saved, 0, 3)
+            answer.save_checkpoint(path := tmp_path / "run.pt", *parts(saved))
             go_on(world, 0, 1)
-            change(world)
+            OTHERS[other](world)
             before = state_of(world)
             load = partial(answer.load_checkpoint, path, *parts(world))
             errors, when = (RuntimeError, ValueError), f"where the run has {other}"

@@ -124,6 +124,7 @@ class TestPart5MixedPrecision:
     def test_scaled_lr_refuses_what_has_no_meaning(self):
         for rule in ("cubic", "Linear"):
             yield f"rule {rule}", rule, 0.1, 4, 8, rule
+            yield f"rule {rule}, one size", rule, 0.1, 4, 4, rule
         for lr in (0.0, -0.1, -1e-5, math.nan):
             yield f"lr {lr}", lr, lr, 4, 8, "linear"
         for size in (0, -4):

@@ -106,7 +106,7 @@ class TestPart4Snapshots:
     @counts("snapshots are spread evenly, or the place of one that is done is not used again")
     def test_agrees_with_the_closed_form(self):
         """r * l - C(s + r, s + 1), with the least r such that C(s + r, s) >= l."""
-        for layers in (2, 3, 4, 5, 6, 8, 13, 20, 21, 22, 34, 55, 56, 57):
+        for layers in (2, 3, 4, 5, 6, 8, 13, 20, 21, 22, 34, 55, 56, 57, 153, 154):
             for snapshots in (1, 2, 3, 4, 5, 6, 9, 60):
                 want = closed_form(layers, snapshots)
                 yield f"{layers} layers, {snapshots} snapshots", layers, snapshots, want
