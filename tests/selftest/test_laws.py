@@ -110,7 +110,7 @@ def _answer(function) -> ModuleType:
     module = ModuleType("answer")
     function.__module__ = "answer"
     module.f = module.of_its_own = function
-    untouched.watch(module, ["f"], {})
+    untouched.watch(module, ["f"], {}, drawing=False)
     return module
 
 
@@ -125,6 +125,7 @@ CULPRITS = {
     ).__enter__(),
     "garbage collector": lambda model, x: gc.disable(),
     "random state of Python": lambda model, x: random.random(),
+    "random state of torch": lambda model, x: nn.Dropout()(x),
     "training flags": lambda model, x: model[1].eval(),
     "hooks of modules": lambda model, x: model[0].register_forward_hook(lambda *_: None),
     "hooks of parameters": lambda model, x: model[0].weight.register_hook(lambda grad: None),
@@ -362,6 +363,16 @@ def test_what_fails_only_where_two_meet_is_told_with_these_two():
     found = plainest((("a", 1), ("c", 3), ("e", 5), ("g", 7)), TABLES, fails)
     assert name_of(found) == "a, e"
     assert name_of(plainest(in_pairs(TABLES)[0], TABLES, lambda parts: True)) == "plain"
+
+
+def test_a_world_that_cannot_be_run_fails_too():
+    def raises(parts):
+        if "b" in {name for name, _ in parts}:
+            raise ZeroDivisionError
+        return False
+
+    found = plainest((("b", 2), ("c", 3), ("f", 6), ("g", 7)), TABLES, raises)
+    assert name_of(found) == "b, plain"
 
 
 class Meeting:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from desk.explain import Judged, explain
 from kit.answers.loading import load
-from kit.forkserver import is_gone
 from kit.laws import checks
 from kit.laws.checks import Bar, SpecFailure
 from kit.ranks.collectives import Collective
@@ -30,7 +30,7 @@ def ours():
     yield world
     pids = world.pids
     world.close()
-    assert all(map(is_gone, pids))
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def _told(error: BaseException, answer) -> str:

@@ -81,9 +81,9 @@ class Law:
 
     def __post_init__(self) -> None:
         self.groups: dict[str, list[str]] = {}  # names of scenarios
-        self._tables: dict[str, Tables] = {}  # of groups that nobody has asked for yet
-        self._mixes: dict[str, tuple[Parts, Tables]] = {}
-        self._plainer: dict[str, Callable[[], World]] = {}  # than a scenario that failed
+        self._tables: dict[str, Tables] = {}
+        self._meetings: dict[str, list[str]] = {}  # groups of what is in the tables, once asked for
+        self._mixes: dict[str, tuple[Parts, Tables]] = {}  # scenarios in which several things meet
         self.scenarios: dict[str, Callable[[], World]] = {}
 
     def spec(self, *precisions: str) -> Callable[[Any], Any]:
@@ -121,24 +121,32 @@ class Law:
         """Have scenarios, one twist or several of each table, in which every two meet."""
         self._tables[group] = tables
 
-    def _mix(self, group: str, tables: Tables) -> None:
-        mixes = {name_of(parts): parts for parts in in_pairs(tables)}
-        self.groups[group] = [*mixes]
-        self.scenarios |= {name: self._mixed(parts) for name, parts in mixes.items()}
-        self._mixes |= {name: (parts, tables) for name, parts in mixes.items()}
+    def _group(self, group: str) -> list[str]:
+        if group in self.groups:
+            return self.groups[group]
+        if group not in self._meetings:
+            tables = self._tables[group]
+            self._meetings[group] = [self._named(parts, tables) for parts in in_pairs(tables)]
+        return self._meetings[group]
 
-    def _mixed(self, parts: Parts) -> Callable[[], World]:
+    def _named(self, parts: Parts, tables: Tables) -> str:
+        name = f"together: {name_of(parts)}"  # a scenario of a spec may be called like a part
+        self._mixes[name] = parts, tables
+        return name
+
+    def _build(self, scenario: str) -> Callable[[], World]:
+        if scenario not in self._mixes:
+            return self.scenarios[scenario]
+        parts, _ = self._mixes[scenario]
         twists = [t for _, part in parts for t in (part if isinstance(part, tuple) else (part,))]
         return twisted(self.base, *twists)
 
     def hold(self, answer: ModuleType, device: torch.device, group: str) -> None:
         """Fail unless the answer does as the oracle in each scenario of the group."""
         __tracebackhide__ = True
-        if group in self._tables:
-            self._mix(group, self._tables.pop(group))
         found: list[Difference] = []
         seen: dict[str, Pattern] = {}
-        for scenario in self.groups[group]:
+        for scenario in self._group(group):
             try:
                 differences, pattern = self._compared(answer, scenario, device)
             except Exception as error:
@@ -166,28 +174,17 @@ class Law:
         """The scenario with what is plain in place of all that the answer fails without."""
         parts, tables = self._mixes[scenario]
 
-        def named(parts: Parts) -> str:
-            name = name_of(parts)
-            self._plainer[name] = self._mixed(parts)
-            return name
-
         def fails(parts: Parts) -> bool:
-            try:
-                return bool(self._compared(answer, named(parts), device)[0])
-            except Exception:
-                return True
+            return bool(self._compared(answer, self._named(parts, tables), device)[0])
 
-        return named(plainest(parts, tables, fails))
-
-    def _build(self, scenario: str) -> Callable[[], World]:
-        return self.scenarios.get(scenario) or self._plainer[scenario]
+        return self._named(plainest(parts, tables, fails), tables)
 
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:
             want = observe(self.oracle, self._build(scenario), device)
             # Where other things meet, the planted error may not come: a step that is skipped.
-            is_sure = scenario in self.scenarios and scenario not in self._mixes
-            if is_sure and "planted" in want["_world"].tags and want["outcome"] == "returns":
+            is_planted = "planted" in want["_world"].tags and scenario not in self._mixes
+            if is_planted and want["outcome"] == "returns":
                 raise RuntimeError(f"the error that is planted never comes: {scenario}")
             self._right[scenario] = want
         return self._right[scenario]
@@ -247,7 +244,7 @@ class Law:
         seen: dict[str, Pattern],
     ) -> NoReturn:
         __tracebackhide__ = True
-        tried = len(self.groups[group])
+        tried = len(self._group(group))
         first = found[0]
         name = first.observable
         clause = next((c for pattern, c in self.clauses.items() if re.match(pattern, name)), "")
@@ -276,7 +273,7 @@ class Law:
         """The known mistake that would be seen just so, in this scenario and in others."""
         few, more = [first, *mine], list[str]()
         # Where an error has ended the spec, more of them would come from the others.
-        if len(mine) == len(self.groups[group]):
+        if len(mine) == len(self._group(group)):
             few, more = [*few, *self._spread()], [*self.scenarios]
         enough = len({*few})
         for fitting in self._suspects(answer):

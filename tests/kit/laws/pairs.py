@@ -30,11 +30,20 @@ def name_of(parts: Parts) -> str:
 
 
 def plainest(parts: Parts, tables: Tables, fails: Callable[[Parts], bool]) -> Parts:
-    """The same with what is plain in place of each part that it fails without."""
+    """The same with what is plain in place of each part that it fails without.
+
+    It fails, too, where `fails` raises.
+    """
     for number, table in enumerate(tables):
         plain = next(iter(table.items()))
         plainer = (*parts[:number], plain, *parts[number + 1 :])
-        parts = plainer if plain != parts[number] and fails(plainer) else parts
+        if plain == parts[number]:
+            continue
+        try:
+            is_failing = fails(plainer)
+        except Exception:
+            is_failing = True
+        parts = plainer if is_failing else parts
     return parts
 
 

@@ -64,18 +64,12 @@ def _hold_plainest(answer: Any, world: World, group: str, cause: str, parts: Par
     """Fail in a scenario as plain as the answer fails in: two names say more than eight."""
     __tracebackhide__ = True
 
-    def run(parts: Parts) -> None:
+    def fails(parts: Parts) -> bool:
         __tracebackhide__ = True
         world.run(answer, _holds, group, cause, [name for name, _ in parts])
-
-    def fails(parts: Parts) -> bool:
-        try:
-            run(parts)
-        except Exception:
-            return True
         return False
 
-    run(plainest(parts, MEETING, fails))
+    fails(plainest(parts, MEETING, fails))
 
 
 def _holds(
