@@ -77,7 +77,13 @@ def kind_of(operator: str) -> str:
 
 
 # Operators of the same namespaces that call no other rank.
-_NO_CALLS = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group")
+_NO_CALLS = (
+    "wait_tensor",
+    "wait_tensors",
+    "wrap_tensor_autograd",
+    "check_for_nan",
+    "mesh_get_process_group",
+)
 
 _KINDS = {
     "allreduce": "all_reduce",
@@ -103,6 +109,7 @@ _KINDS = {
     "shard_dim_alltoall": "all_to_all",
     "reduce": "reduce",
     "gather": "gather",
+    "gather_into_tensor": "gather",  # since torch 2.15
     "scatter": "scatter",
     "send": "send",
     "isend": "send",

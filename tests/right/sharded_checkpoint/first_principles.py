@@ -7,6 +7,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -101,7 +102,8 @@ def _drop_gradients(model: nn.Module) -> None:
         # There is no public way to the whole gradients of backwards without synchronisation.
         for group in module._get_fsdp_state()._fsdp_param_groups:
             for sharded in group.fsdp_params:
-                sharded.unsharded_accumulated_grad = None
+                with suppress(AttributeError):  # torch 2.15 has a property for the gradient below
+                    sharded.unsharded_accumulated_grad = None
                 if hasattr(sharded, "_unsharded_param"):
                     sharded._unsharded_param.grad = None
 

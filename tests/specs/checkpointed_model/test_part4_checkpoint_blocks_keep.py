@@ -217,10 +217,11 @@ class TestPart4CheckpointBlocksKeep:
     @pytest.mark.survives("checkpoint_blocks", 9)
     @checkpointed("what is held is changed and nobody looks")
     def test_notices_a_change_of_what_is_held(self):
+        rows = (5, WIDTH)  # of more dimensions nn.Linear may return a view of what is held
         for kind, keep in ((Written, DEAR), (WrittenNorm, [NORM])):
-            inside = chain(lambda kind=kind: [kind()])
+            inside = chain(lambda kind=kind: [kind()], shape=rows)
             yield f"changed in the block, {kind.__name__}", inside, "or an error", 2, keep
-            later = chain(lambda kind=kind: [kind(rate=0)], call=doubled)
+            later = chain(lambda kind=kind: [kind(rate=0)], shape=rows, call=doubled)
             yield f"changed later, {kind.__name__}", later, "or an error", 2, keep
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
