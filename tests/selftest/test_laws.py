@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib
 import inspect
-import itertools
 import math
 import os
 import random
@@ -25,7 +24,6 @@ from kit.laws.differences import differences
 from kit.laws.endings import check_ending
 from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.law import Law
-from kit.laws.pairs import in_pairs, mixed, name_of, plainest
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.sequences import for_all
@@ -337,51 +335,3 @@ def test_a_save_is_made_to_fail_and_its_error_must_come_out(tmp_path, failure):
         save()
     save()
     assert [*model.state_dict()] == ["weight", "bias"]
-
-
-TABLES = (
-    {"": (), "a": 1, "b": 2},
-    {"": (), "c": 3},
-    {"plain": (), "d": 4, "e": 5, "f": 6},
-    {"": (), "g": 7},
-)
-
-
-def test_every_two_parts_meet_in_some_world():
-    worlds = in_pairs(TABLES)
-    assert worlds == in_pairs(TABLES)
-    assert len(worlds) < 20 < 3 * 2 * 4 * 2
-    for one, other in itertools.combinations(TABLES, 2):
-        met = {(x, y) for world in worlds for x in world for y in world}
-        assert {*itertools.product(one.items(), other.items())} <= met
-
-
-def test_what_fails_only_where_two_meet_is_told_with_these_two():
-    def fails(parts):
-        return {"a", "e"} <= {name for name, _ in parts}
-
-    found = plainest((("a", 1), ("c", 3), ("e", 5), ("g", 7)), TABLES, fails)
-    assert name_of(found) == "a, e"
-    assert name_of(plainest(in_pairs(TABLES)[0], TABLES, lambda parts: True)) == "plain"
-
-
-def test_a_world_that_cannot_be_run_fails_too():
-    def raises(parts):
-        if "b" in {name for name, _ in parts}:
-            raise ZeroDivisionError
-        return False
-
-    found = plainest((("b", 2), ("c", 3), ("f", 6), ("g", 7)), TABLES, raises)
-    assert name_of(found) == "b, plain"
-
-
-class Meeting:
-    @sees("a guess")
-    def spec(self):
-        tables = {"": {}, "x": {"x": 1}}, {"": {}, "y": {"y": 1}}, {"": {}, "z": {"z": 1}}
-        yield from mixed(lambda **options: {*options} >= {"x", "y"}, lambda: False, tables=tables)
-
-
-def test_a_spec_tells_the_options_without_which_it_would_not_fail():
-    with pytest.raises(SpecFailure, match=r"grad mode .x, y; \d of \d+ scenarios. = True"):
-        Meeting().spec(None, torch.device("cpu"))

@@ -27,7 +27,6 @@ import torch
 from kit.laws.checks import SpecFailure, fail, in_scenario
 from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
 from kit.laws.differences import shown
-from kit.laws.pairs import Parts, Tables, in_pairs, name_of, plainest
 from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import (
@@ -81,9 +80,6 @@ class Law:
 
     def __post_init__(self) -> None:
         self.groups: dict[str, list[str]] = {}  # names of scenarios
-        self._tables: dict[str, Tables] = {}
-        self._meetings: dict[str, list[str]] = {}  # groups of what is in the tables, once asked for
-        self._mixes: dict[str, tuple[Parts, Tables]] = {}  # scenarios in which several things meet
         self.scenarios: dict[str, Callable[[], World]] = {}
 
     def spec(self, *precisions: str) -> Callable[[Any], Any]:
@@ -111,87 +107,35 @@ class Law:
         self.groups[group] = [*made]
         self.scenarios |= made
 
-    def pairs(self, function: Any) -> Any:
-        """Make a spec of a function that yields tables of twists by name: see kit.laws.pairs."""
-        group = function.__name__
-        self.add_pairs(group, [*function(None)])
-        return as_spec(function, lambda _, answer, device: self.hold(answer, device, group))
-
-    def add_pairs(self, group: str, tables: Tables) -> None:
-        """Have scenarios, one twist or several of each table, in which every two meet."""
-        self._tables[group] = tables
-
-    def _group(self, group: str) -> list[str]:
-        if group in self.groups:
-            return self.groups[group]
-        if group not in self._meetings:
-            tables = self._tables[group]
-            self._meetings[group] = [self._named(parts, tables) for parts in in_pairs(tables)]
-        return self._meetings[group]
-
-    def _named(self, parts: Parts, tables: Tables) -> str:
-        name = f"together: {name_of(parts)}"  # a scenario of a spec may be called like a part
-        self._mixes[name] = parts, tables
-        return name
-
-    def _build(self, scenario: str) -> Callable[[], World]:
-        if scenario not in self._mixes:
-            return self.scenarios[scenario]
-        parts, _ = self._mixes[scenario]
-        twists = [t for _, part in parts for t in (part if isinstance(part, tuple) else (part,))]
-        return twisted(self.base, *twists)
-
     def hold(self, answer: ModuleType, device: torch.device, group: str) -> None:
         """Fail unless the answer does as the oracle in each scenario of the group."""
         __tracebackhide__ = True
         found: list[Difference] = []
         seen: dict[str, Pattern] = {}
-        for scenario in self._group(group):
+        for scenario in self.groups[group]:
             try:
-                differences, pattern = self._compared(answer, scenario, device)
+                got = self._see(answer, scenario, device)
             except Exception as error:
                 if found and not isinstance(error, NotImplementedError):
                     break  # what was seen before says more
-                if scenario in self._mixes:
-                    self._compared(answer, self._plainest(answer, scenario, device), device)
                 raise
-            if differences and not found and scenario in self._mixes:
-                scenario = self._plainest(answer, scenario, device)
-                differences, pattern = self._compared(answer, scenario, device)
-            found += differences[:1]
-            seen[scenario] = pattern
+            want = self._wanted(scenario, device)
+            found += self._differences(scenario, got, want)[:1]
+            seen[scenario] = self._otherwise(got, want)
         if found:
             self._fail(found, group, answer, device, seen)
 
-    def _compared(
-        self, answer: ModuleType, scenario: str, device: torch.device
-    ) -> tuple[list[Difference], Pattern]:
-        __tracebackhide__ = True
-        got, want = self._see(answer, scenario, device), self._wanted(scenario, device)
-        return self._differences(scenario, got, want), self._otherwise(got, want)
-
-    def _plainest(self, answer: ModuleType, scenario: str, device: torch.device) -> str:
-        """The scenario with what is plain in place of all that the answer fails without."""
-        parts, tables = self._mixes[scenario]
-
-        def fails(parts: Parts) -> bool:
-            return bool(self._compared(answer, self._named(parts, tables), device)[0])
-
-        return self._named(plainest(parts, tables, fails), tables)
-
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:
-            want = observe(self.oracle, self._build(scenario), device)
-            # Where other things meet, the planted error may not come: a step that is skipped.
-            is_planted = "planted" in want["_world"].tags and scenario not in self._mixes
-            if is_planted and want["outcome"] == "returns":
+            want = observe(self.oracle, self.scenarios[scenario], device)
+            if "planted" in want["_world"].tags and want["outcome"] == "returns":
                 raise RuntimeError(f"the error that is planted never comes: {scenario}")
             self._right[scenario] = want
         return self._right[scenario]
 
     def _see(self, answer: ModuleType, scenario: str, device: torch.device) -> Trace:
         __tracebackhide__ = True
-        seen = observe(partial(self.call, answer), self._build(scenario), device)
+        seen = observe(partial(self.call, answer), self.scenarios[scenario], device)
         error = seen["_error"]
         if error is not None and self._is_unexpected(error, self._wanted(scenario, device)):
             raise in_scenario(error, scenario)
@@ -244,15 +188,15 @@ class Law:
         seen: dict[str, Pattern],
     ) -> NoReturn:
         __tracebackhide__ = True
-        tried = len(self._group(group))
+        tried = len(self.groups[group])
         first = found[0]
         name = first.observable
         clause = next((c for pattern, c in self.clauses.items() if re.match(pattern, name)), "")
         meaning = next((m for start, m in self.meanings.items() if name.startswith(start)), "")
         where = first.scenario
         if found[1:]:
-            others = "; ".join(d.scenario for d in found[1:4] if d.scenario not in self._mixes)
-            where += f" (and {len(found) - 1} more of {tried}{': ' if others else ''}{others})"
+            others = "; ".join(d.scenario for d in found[1:4])
+            where += f" (and {len(found) - 1} more of {tried}: {others})"
         belief = self._suspect(first.scenario, group, answer, device, seen)
         fail(
             expected=f"{first.observable} = {shown(first.want)}",
@@ -273,7 +217,7 @@ class Law:
         """The known mistake that would be seen just so, in this scenario and in others."""
         few, more = [first, *mine], list[str]()
         # Where an error has ended the spec, more of them would come from the others.
-        if len(mine) == len(self._group(group)):
+        if len(mine) == len(self.groups[group]):
             few, more = [*few, *self._spread()], [*self.scenarios]
         enough = len({*few})
         for fitting in self._suspects(answer):

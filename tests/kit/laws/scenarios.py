@@ -33,7 +33,6 @@ import torch
 
 from kit.laws import draw
 from kit.laws.checks import check_equal, in_scenario, same
-from kit.laws.pairs import Mix, Parts, name_of, plainest
 from kit.laws.suspects import Suspect, suspects
 
 Judge = Callable[..., tuple[object, object]]
@@ -107,47 +106,25 @@ def _hold(
     computed: Computed,
 ) -> None:
     __tracebackhide__ = True
-    given, error, name = _given(answer, device, judge, worlds)
+    given, error = _given(answer, device, judge, worlds)
     broken = [name for name, (got, want) in given.items() if not same(got, want)]
     if not broken:
-        if error and isinstance(name, Mix):
-            _plainest(answer, device, judge, name)
         if error:
             raise error
         return
-    name = broken[0]
-    got, want = given[name]
-    if isinstance(name, Mix):
-        name, got, want = _plainest(answer, device, judge, name)
+    got, want = given[broken[0]]
     believed = computed(got, want)
     if believed is None and error is None:
         believed = _believed(answer, given, device, judge, worlds)
     where = f"; {len(broken)} of {len(given)} scenarios" if len(given) > 1 else ""
     fitting = {believed: got} if believed else {}
-    check_equal(got, want, f"{what} ({name}{where})", cause=cause, suspects=fitting)
-
-
-def _plainest(
-    answer: ModuleType, device: torch.device, judge: Judge, mix: Mix
-) -> tuple[str, object, object]:
-    """A scenario as plain as the answer fails in, and what it gives and should give there."""
-
-    def run(parts: Parts) -> tuple[object, object]:
-        draw.seed(0)
-        with _made_on(device):
-            return judge(answer, device, name_of(parts), *mix.make(parts))
-
-    parts = plainest(mix.parts, mix.tables, lambda parts: not same(*run(parts)))
-    try:
-        return name_of(parts), *run(parts)
-    except Exception as error:
-        raise in_scenario(error, name_of(parts)) from error.__cause__
+    check_equal(got, want, f"{what} ({broken[0]}{where})", cause=cause, suspects=fitting)
 
 
 def _given(
     answer: ModuleType, device: torch.device, judge: Judge, worlds: Worlds
-) -> tuple[Given, BaseException | None, str]:
-    """What the answer gives and should give in each scenario, as far as it comes; the last one."""
+) -> tuple[Given, BaseException | None]:
+    """What the answer gives and should give in each scenario, as far as it comes."""
     given: Given = {}
     draw.seed(0)  # of a suspect the same scenarios are wanted
     with _made_on(device), closing(worlds()) as found:  # type: ignore[type-var]
@@ -156,9 +133,8 @@ def _given(
             for name, *world in found:
                 given[name] = judge(answer, device, name, *world)
         except Exception as error:
-            told = in_scenario(error, name) if name and name not in given else error
-            return given, told, name
-    return given, None, name
+            return given, in_scenario(error, name) if name and name not in given else error
+    return given, None
 
 
 def _made_on(device: torch.device) -> AbstractContextManager[Any]:

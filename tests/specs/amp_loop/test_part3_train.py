@@ -15,7 +15,7 @@ from kit.laws import draw, twists
 from kit.laws.bars import bar
 from kit.laws.checks import check, check_equal, check_raises
 from kit.laws.failures import FAILURES, failing, folders_apart
-from kit.laws.precisions import PRECISIONS, scaler_for
+from kit.laws.precisions import scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import PlantedInterrupt, World, kept
@@ -216,44 +216,6 @@ class TestPart3Train:
         yield "the model fails at the third batch", fails("model", 3)
         yield "Ctrl-C at the third batch", fails("model", 3, PlantedInterrupt)
         yield "the third batch cannot be read", fails("batch", 3)
-
-    @pytest.mark.survives("train", "batches")
-    @RUN.pairs
-    def test_a_run_is_right_whatever_two_things_meet(self):
-        yield {precision: twists.in_precision(precision) for precision in PRECISIONS}
-        yield {
-            "": (),
-            "dropout": twists.insert(lambda: nn.Dropout(0.5)),
-            "dropout in eval mode": twists.insert(lambda: nn.Dropout(0.5), train=False),
-            "a loss with a parameter": twists.loss_with_a_parameter,
-            "a loss that is overwritten": twists.overwritten_loss,
-            "batches in lists": twists.in_lists,
-        }
-        yield {
-            "": (),
-            "a frozen parameter": twists.frozen,
-            "a parameter without a gradient": twists.unused,
-            "a layer joins after the first step": twists.joins,
-            "a group for each parameter": put(groups=True),
-        }
-        yield {"": (), "stale gradients": twists.stale, "in the middle": twists.trained_before}
-        yield {"": (), "clipped": option(max_norm=0.5), "max_norm inf": option(max_norm=math.inf)}
-        yield {"": (), "no schedule": put(gamma=None)}
-        overflows = (math.inf, 1), (math.nan, 3), (math.inf, 5)
-        yield {"": (), **{f"{x} at batch {n}": gradient(x, n) for n, x in overflows}}
-        yield {
-            "": (),
-            "Adam": put(adam={"lr": 0.01}),
-            "a scale that grows": twists.scaled(growth_interval=1),
-            **{f"a scaler {n}": scaler for n, scaler in SCALERS.items() if "fused" not in n},
-        }
-        yield {
-            "": (),
-            "inside bfloat16": twists.inside_autocast(torch.bfloat16),
-            "inside float16 without cache": twists.inside_autocast(torch.float16, cache=False),
-        }
-        places = ("batch", 4), ("model", 1), ("loss", 4), ("backward", 1), ("step", 4)
-        yield {"": (), **{f"{place} {n} fails": fails(place, n) for place, n in places}}
 
     @pytest.mark.survives("save_checkpoint", "saved")
     def test_a_save_changes_nothing(self, answer, device, tmp_path):

@@ -270,10 +270,3 @@ def _check_heard(mine, true, name):
             said = f"a block that is called with x, {', '.join(true['arguments'])} ({name})"
             cause, got = f"keyword argument `{argument}` never reached the block", mine["arguments"]
             fail(expected=said, got=", ".join(["x", *got]), cause=cause, sure=True)
-
-
-def others(model, *_):
-    """Replace all buffers, as a step on other data may."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer + 1)

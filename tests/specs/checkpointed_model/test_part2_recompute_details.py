@@ -8,7 +8,6 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import SpecFailure, check_equal, check_raises
-from kit.laws.pairs import mixed
 from kit.laws.scenarios import once, scenarios
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
@@ -30,7 +29,6 @@ from specs.checkpointed_model.large import (
     check_nothing_left,
     large_inputs,
 )
-from specs.checkpointed_model.meeting import BLOCKS, met, wrapped
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, never_wrong, twice
 
 FLOAT, INT = torch.float32, torch.int64
@@ -176,13 +174,6 @@ class TestPart2RecomputeDetails:
         yield "a train() of its own", chain(lambda: [Resetting()], spoil=to_eval)
         norm, shape = partial(normed, NORMS["in eval mode"][1]), (4, WIDTH, 3)
         yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
-
-    @pytest.mark.survives("recompute", "bits")
-    @recomputed("what holds for each of these does not hold for two at once")
-    def test_recomputes_the_same_bits_whatever_two_things_meet(self):
-        modes = {"": {}, "in eval mode": {"prepared": lambda model: model.eval()}}
-        ways = {"": {}, "through a function": {"call": wrapped}}
-        yield from mixed(met, None, tables=(*BLOCKS, modes, ways))
 
     @pytest.mark.survives("recompute", 10)
     def test_a_dropped_result_leaves_nothing(self, answer, device):

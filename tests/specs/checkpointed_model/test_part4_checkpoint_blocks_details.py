@@ -9,7 +9,6 @@ import torch
 from torch import Generator, nn
 
 from kit.laws.checks import check_equal, check_raises
-from kit.laws.pairs import mixed
 from kit.laws.untouched import observed
 from specs.checkpointed_model.blocks import (
     Chain,
@@ -22,7 +21,6 @@ from specs.checkpointed_model.blocks import (
     mixers,
     two_noisy,
 )
-from specs.checkpointed_model.meeting import BLOCKS, met
 from specs.checkpointed_model.steps import SHAPE, twice
 
 FLOAT = torch.float32
@@ -102,17 +100,6 @@ class TestPart4CheckpointBlocksDetails:
         yield "an argument, two backward passes", again, [2], 3
         named = lambda run, block, x: block(x, noise=Generator(x.device).manual_seed(9))  # noqa: E731
         yield "an argument by keyword", chain(two_noisy, call=named), [2]
-
-    @pytest.mark.survives("checkpoint_blocks", "same bits")
-    @checkpointed("what holds for each of these does not hold for two at once")
-    def test_blocks_have_the_same_bits_whatever_two_things_meet(self):
-        later = {
-            "": {},
-            "a copy": {"later": copy.deepcopy},
-            "in eval mode later": {"later": nn.Module.eval},
-            "in eval mode before": {"prepared": nn.Module.eval, "later": nn.Module.train},
-        }
-        yield from mixed(met, [2], None, tables=(*BLOCKS, later))
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize("done", [[0], [2], [0, 1, 2]], ids=["first", "last", "all"])

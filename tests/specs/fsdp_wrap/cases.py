@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.laws.pairs import Parts, in_pairs, name_of
 from kit.ranks.shapes import SHAPES, Shape, made, reader, root_of_the_class
 from specs.fsdp_wrap.shapes import any_names, bare, detached
 
@@ -181,44 +180,18 @@ GROUPS: dict[str, dict[str, Case]] = {
         ),
     },
     "last": {"three steps": Case(script=STEPS, step=LAST)},
+    "last with options": {
+        "old gradients, and a plain step after it": Case(
+            script=("stale", "step", "plain"), step=LAST
+        ),
+        "two groups, clipped": Case(script=STEPS[:2], step=LAST | CLIP, make_optimizer=in_groups),
+        "frozen, checkpoint": Case(SHAPES["frozen"], CHECKPOINT, script=STEPS[:2], step=LAST),
+        "kept, a forward in the loss": Case(wrap=KEPT, script=STEP, step=LAST, looks=True),
+        # In the first micro-batch: torch keeps the whole gradients of those before it.
+        "an error": Case(script=("fails", "plain"), step=LAST),
+        "an error, bfloat16": Case(wrap=BF16, script=("fails", "step"), step=LAST),
+    },
 }
-# What is true of each alone is tried of each two together; what is plain comes first.
-MEETING: tuple[dict[str, dict[str, Any]], ...] = (
-    {
-        "": {},
-        "frozen": {"shape": SHAPES["frozen"]},
-        "tied": {"shape": SHAPES["tied in the root"]},
-        "nested": {"shape": SHAPES["nested"]},
-    },
-    {"": {}, "bfloat16": {"wrap": BF16}},
-    {"": {}, "kept": {"wrap": KEPT}},
-    {"": {}, "checkpoint": {"wrap": CHECKPOINT}},
-    {"": {}, "clipped": {"step": CLIP}},
-    {
-        "": {"script": ("step", "plain")},
-        "old gradients": {"script": ("stale", "step")},
-        "forwards before": {"script": ("evaluate", "stray", "step")},
-        "an error before": {"script": ("fails", "plain", "step")},
-    },
-    {"": {}, "two groups": {"make_optimizer": in_groups}},
-    {"": {}, "eval mode": {"train": False}},
-    {"": {}, "a forward in the loss": {"looks": True}},
-)
-
-
-ALWAYS: dict[str, dict[str, Any]] = {"each two": {}, "each two, last": {"step": LAST}}
-
-
-def met(group: str, parts: Parts) -> Case:
-    """These together, with what is always there in the group."""
-    fields = {**ALWAYS[group]}
-    for _, part in parts:
-        for name, value in part.items():
-            fields[name] = fields.get(name, {}) | value if name in ("wrap", "step") else value
-    return Case(**fields)
-
-
-GROUPS |= {g: {name_of(parts): met(g, parts) for parts in in_pairs(MEETING)} for g in ALWAYS}
 CASES = {
     f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()
 }

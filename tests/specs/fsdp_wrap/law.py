@@ -9,7 +9,6 @@ where the answer gives just that, the mistake is the cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kit.laws.checks import SpecFailure, Suspects, check_close, check_equal, fail
-from kit.laws.pairs import Parts, in_pairs, name_of, plainest
 from kit.ranks.world import World
 from specs.fsdp_wrap.alone import Alone, alone, vector
-from specs.fsdp_wrap.cases import ALWAYS, CASES, GROUPS, MEETING, met
+from specs.fsdp_wrap.cases import GROUPS
 from specs.fsdp_wrap.play import Trace, seen
 
 # bfloat16 has 8 bits, 1 / 256 in each number: of 150 seeds the worst came to 2.7 % of the gradient.
@@ -49,38 +47,12 @@ CAUSES = {
 def hold(answer: Any, world: World, group: str, *, cause: str) -> None:
     """Fail unless every rank has seen what one process has, in all scenarios of the group."""
     __tracebackhide__ = True
-    try:
-        world.run(answer, _holds, group, cause)
-    except Exception as error:
-        mixed = {name_of(parts): parts for parts in in_pairs(MEETING)}
-        told = [name for name in mixed if f"{group}: {name}" in str(error)]
-        if group not in ALWAYS or not told:
-            raise
-        _hold_plainest(answer, world, group, cause, mixed[max(told, key=len)])
-        raise
+    world.run(answer, _holds, group, cause)
 
 
-def _hold_plainest(answer: Any, world: World, group: str, cause: str, parts: Parts) -> None:
-    """Fail in a scenario as plain as the answer fails in: two names say more than eight."""
-    __tracebackhide__ = True
-
-    def fails(parts: Parts) -> bool:
-        __tracebackhide__ = True
-        world.run(answer, _holds, group, cause, [name for name, _ in parts])
-        return False
-
-    fails(plainest(parts, MEETING, fails))
-
-
-def _holds(
-    answer: Any, rank: int, group: str, cause: str, only: Sequence[str] | None = None
-) -> None:
+def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
     __tracebackhide__ = True
     names = [f"{group}: {name}" for name in GROUPS[group]]
-    if only is not None:
-        parts = tuple((name, table[name]) for name, table in zip(only, MEETING, strict=True))
-        names = [f"{group}: {name_of(parts)}"]
-        CASES[names[0]] = met(group, parts)
     size = dist.get_world_size()
     found: dict[str, tuple[str, Any] | None] = {}
     for name in names:

@@ -189,8 +189,3 @@ class TestPart3TrainStep:
         """Four ranks have one model; then 0 and 1 have one, 2 and 3 have another."""
         cause = "all ranks of the job are counted, not those of the model's mesh"
         hold(answer, world, "meshes of steps", cause=cause)
-
-    @pytest.mark.survives("train_step", "gradients")
-    def test_a_step_is_that_of_one_process_whatever_two_things_meet(self, answer, world):
-        cause = "what holds for each of these does not hold for two at once"
-        hold(answer, world, "each two", cause=cause)

@@ -18,10 +18,12 @@ class TestPart4SyncLast:
 
     @pytest.mark.exact("train_step", 1)
     def test_every_option_goes_with_it(self, answer, world):
-        """With each two of them."""
+        """Clipping, checkpoints, kept blocks, two groups, old gradients, a forward in the loss,
+        errors between two micro-batches, and a plain step after.
+        """
         cause = "options exclude each other: clipped, kept, checkpointed, for all groups; or what "
         cause += "was switched off, or added up whole, for a few micro-batches stays"
-        hold(answer, world, "each two, last", cause=cause)
+        hold(answer, world, "last with options", cause=cause)
 
     @pytest.mark.exact("train_step", 4)
     def test_accumulates_in_float32_with_bfloat16_parameters(self, answer, world):

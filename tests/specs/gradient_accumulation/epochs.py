@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from kit.laws.precisions import PRECISIONS
 from kit.laws.toys import mse
 from kit.laws.trace import World
 from kit.laws.twists import (
@@ -16,7 +14,6 @@ from kit.laws.twists import (
     frozen,
     gradient,
     huge,
-    in_precision,
     joins,
     loss_with_a_matrix_product,
     loss_with_a_parameter,
@@ -24,7 +21,6 @@ from kit.laws.twists import (
     overwritten_loss,
     put,
     refused,
-    scaled,
     stale,
     trained_before,
     unused,
@@ -32,23 +28,16 @@ from kit.laws.twists import (
 from specs.gradient_accumulation.scenarios import (
     AUTOCAST,
     BATCH_NORM,
-    BEFORE,
-    CALLERS,
     IN_AUTOCAST,
-    LOSSES,
-    MODELS,
     MODES,
     NO_PAIRS,
     NOTHING,
     OLDER,
-    OPTIMIZERS,
     OWN_LOSS,
-    PARAMETERS,
     STEPS,
     Row,
     Rows,
     bad,
-    breaks,
     failing,
     gradient_of_another,
     kept_losses,
@@ -250,25 +239,3 @@ FLOAT16: dict[str, Rows] = {
         "the schedule fails, and the next epoch": (heard_schedule, fails("schedule", 2), RETRIED),
     },
 }
-EPOCH_PAIRS: tuple[dict[str, Any], ...] = (
-    {precision: in_precision(precision) for precision in PRECISIONS},
-    MODELS,
-    {
-        "": (),
-        "windows of 1": option(window=1),
-        "a window of 10": option(window=10),
-        "six micro-batches": only(*range(6)),
-        "the same micro-batch again": repeated,
-        "samples of several lengths": sequences,
-        "a list": tag("list"),
-    },
-    PARAMETERS | {"parameters that are trained in turn": trained_in_turn},
-    LOSSES | {"gradients of zero": put(loss=lambda out, y: mse(out, y) * 0)},
-    *(BEFORE, OPTIMIZERS),
-    {"": (), "clipped": HALF, "max_norm inf": option(max_norm=INF)},
-    {"": (), "no schedule": put(gamma=None)},
-    {"": (), **{f"{value} at {n}": gradient(value, n) for value, n in ((INF, 1), (NAN, 6))}},
-    {"": (), "a scale that grows": scaled(growth_interval=1)},
-    CALLERS,
-    breaks(("data", 2), ("data", 6), ("model", 4), ("loss", 5), ("backward", 3), ("step", 2)),
-)

@@ -14,14 +14,13 @@ from kit.laws.trace import Trace, World
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.epochs import (
     BFLOAT16,
-    EPOCH_PAIRS,
     FLOAT16,
     FLOAT32,
     SIXTEEN_BITS,
     epoch,
 )
-from specs.gradient_accumulation.scenarios import ACCUMULATE, WINDOW_PAIRS, Rows, window
-from specs.gradient_accumulation.tokens import TOKEN_PAIRS, TOKENS, tokens
+from specs.gradient_accumulation.scenarios import ACCUMULATE, Rows, window
+from specs.gradient_accumulation.tokens import TOKENS, tokens
 
 
 def _broke_off(want: Trace, w: World) -> bool:
@@ -44,15 +43,12 @@ FREE = (
     ("result", lambda _, w: "float64" in w.tags),
     # Gradients in 16 bits are rounded where a share is multiplied in; the weights show the step.
     ("passes back|gradients|kept|optimizer state", lambda _, w: "the caller's autocast" in w.tags),
-    # Adam makes a whole step of a gradient that is next to nothing.
-    ("weights|output for", lambda _, w: "the caller's autocast" in w.tags and w.adam is not None),
     # Of a model in 16 bits the loss is exact, as a number of float32.
     ("gradients|kept|weights|optimizer state", lambda _, w: "16 bits" in w.tags),
     # Whether it is called for a window that is skipped.
     ("optimizer steps|steps taken at|gradients at|rate", lambda _, w: "fused" in w.tags),
-    ("passes|loss calls|random|output for", lambda _, w: "no labels" in w.tags),
+    ("passes|loss calls|random", lambda _, w: "no labels" in w.tags),
     (_ON_THE_WAY, lambda want, w: _broke_off(want, w) or "retried" in w.tags),
-    ("output for", _broke_off),
 )
 WINDOW_FREE = (*FREE, ("kept gradients", _broke_off))
 EPOCH_FREE = (
@@ -150,6 +146,3 @@ _add(OF_AN_EPOCH, FLOAT32)
 _add(OF_AN_EPOCH, SIXTEEN_BITS, "bf16", "fp16")
 _add(OF_AN_EPOCH, BFLOAT16, "bf16")
 _add(OF_AN_EPOCH, FLOAT16, "fp16")
-ACCUMULATED.add_pairs("two_of", WINDOW_PAIRS)
-OF_TOKENS.add_pairs("two_of", TOKEN_PAIRS)
-OF_AN_EPOCH.add_pairs("two_of", EPOCH_PAIRS)

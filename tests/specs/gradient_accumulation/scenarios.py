@@ -21,7 +21,6 @@ from kit.laws.twists import (
     frozen,
     insert,
     inside_autocast,
-    inside_its_own_autocast,
     joins,
     loss_with_a_parameter,
     overwritten_loss,
@@ -108,13 +107,6 @@ class Checkpointed(nn.Tanh):
         return result
 
 
-class Norm(nn.BatchNorm1d):
-    """Batch norm of (..., features)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(0, -2)).view_as(x)
-
-
 def kept_losses(w: World) -> None:
     """The loss keeps what it returns, as one that logs does."""
     inner, kept = w.loss, list[Tensor]()
@@ -198,66 +190,6 @@ AUTOCAST = {
         fails("backward", 2),
     ),
 }
-# What meets in pairs: models first, for what comes later may lean on their layers.
-MODELS: dict[str, Any] = {
-    "": (),
-    **MODES,
-    "a reentrant checkpoint": insert(Checkpointed),
-}
-PARAMETERS: dict[str, Any] = {
-    "": (),
-    "a frozen parameter": (frozen, tag("frozen")),
-    "a foreign parameter": (foreign, tag("foreign")),
-    "a parameter without a gradient": unused,
-    "a group for each parameter": put(groups=True),
-    "a layer that joins after the window before": (joins, tag("twice")),
-}
-BEFORE: dict[str, Any] = {"": (), "stale gradients": stale, "in the middle": trained_before}
-OPTIMIZERS: dict[str, Any] = {
-    "": (),
-    "Adam": put(adam={"lr": 0.01}),
-    "learning rate 0": put(sgd={"lr": 0.0, "momentum": 0.9}),
-}
-CALLERS: dict[str, Any] = {
-    "": (),
-    "inside the caller's autocast": (inside_its_own_autocast, tag("the caller's autocast")),
-}
-AGAIN: dict[str, Any] = {"": (), "and the next call": tag("retried")}
-LOSSES: dict[str, Any] = {
-    "": (),
-    "a loss with a parameter": loss_with_a_parameter,
-    "a loss that is overwritten": overwritten_loss,
-    "a loss that is logged": kept_losses,
-}
-
-
-def breaks(*places: tuple[str, int]) -> dict[str, Any]:
-    """An error at these visits, or none. What data fail in may be the first window."""
-
-    def twist(place: str, n: int) -> Row:
-        return (fails(place, n), tag(*(["early"] if place == "data" else [])))
-
-    return {"": (), **{f"{place} {n} fails": twist(place, n) for place, n in places}}
-
-
-WINDOW_PAIRS: tuple[dict[str, Any], ...] = (
-    MODELS
-    | {
-        "batch norm in eval mode": insert(lambda: Norm(13), train=False),
-        "tied weights": tied,
-    },
-    {
-        "": (),
-        "one micro-batch": only(0),
-        "the same micro-batch again": repeated,
-        "pairs in lists and named tuples": pairs,
-        "samples of several lengths": sequences,
-        "a model in float64": in_float64,
-    },
-    *(PARAMETERS, LOSSES, BEFORE, OPTIMIZERS, CALLERS),
-    breaks(("model", 2), ("loss", 1), ("loss", 3), ("backward", 2), ("step", 1)),
-    AGAIN,
-)
 NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
     "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),

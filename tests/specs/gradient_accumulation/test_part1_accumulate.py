@@ -94,7 +94,3 @@ class TestPart1Accumulate:
     @pytest.mark.survives("accumulate", "Raises")
     def test_refuses_a_bad_micro_batch_anywhere_before_anything_is_changed(self, answer, device):
         ACCUMULATED.hold(answer, device, "bad")
-
-    @pytest.mark.survives("accumulate", "step")
-    def test_a_window_is_right_whatever_two_things_meet(self, answer, device):
-        ACCUMULATED.hold(answer, device, "two_of")

@@ -98,7 +98,3 @@ class TestPart2AccumulateTokens:
     @pytest.mark.survives("accumulate_tokens", "Raises")
     def test_refuses_bad_tokens_anywhere_before_anything_is_changed(self, answer, device):
         OF_TOKENS.hold(answer, device, "bad")
-
-    @pytest.mark.survives("accumulate_tokens", "window")
-    def test_tokens_count_once_whatever_two_things_meet(self, answer, device):
-        OF_TOKENS.hold(answer, device, "two_of")

@@ -112,7 +112,3 @@ class TestPart3TrainEpoch:
     @pytest.mark.survives("train_epoch", "Raises")
     def test_refuses_options_and_an_empty_epoch_before_anything_is_changed(self, answer, device):
         OF_AN_EPOCH.hold(answer, device, "options")
-
-    @pytest.mark.survives("train_epoch", "windows")
-    def test_an_epoch_is_right_whatever_two_things_meet(self, answer, device):
-        OF_AN_EPOCH.hold(answer, device, "two_of")

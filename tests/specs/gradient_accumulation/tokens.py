@@ -134,6 +134,12 @@ TOKENS: dict[str, Rows] = {
     },
     "ignore_index": {
         f"ignore_index {n}": (of(*UNEQUAL, ignore_index=n), option(ignore_index=n)) for n in (0, -1)
+    }
+    | {
+        "one micro-batch, ignore_index 0": (
+            of(UNEQUAL[1], ignore_index=0),
+            option(ignore_index=0),
+        )
     },
     "window": of_samples.STEPS | of_samples.OLDER | {"an adapter": (adapter, trained_before)},
     "modes": of_samples.MODES,
@@ -146,19 +152,3 @@ TOKENS: dict[str, Rows] = {
     "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS | of_samples.AUTOCAST,
     "bad": {**bad(NO_TOKENS, 0, 1, 3), **of_samples.NOTHING, **NO_LABEL},
 }
-TOKEN_PAIRS: tuple[dict[str, Any], ...] = (
-    of_samples.MODELS
-    | {"in float64": of_samples.in_float64, "in float16": in_sixteen_bits(torch.float16, 50.0)},
-    {"": (), "ignore_index 0": (of(*UNEQUAL, ignore_index=0), option(ignore_index=0))},
-    {
-        "": (),
-        "one micro-batch": only(1),
-        "the same micro-batch again": repeated,
-        "pairs in lists and named tuples": of_samples.pairs,
-        "no label in the last": no_labels(3),
-    },
-    {"": (), "logits transposed": transposed, "an adapter": adapter},
-    *(of_samples.PARAMETERS, of_samples.BEFORE, of_samples.OPTIMIZERS, of_samples.CALLERS),
-    of_samples.breaks(("model", 2), ("backward", 2), ("step", 1)),
-    of_samples.AGAIN,
-)

@@ -10,10 +10,8 @@ from torch import nn
 from kit.laws import draw
 from kit.laws.checks import check_equal
 from kit.laws.endings import ENDINGS, check_ending
-from kit.laws.pairs import mixed
 from kit.laws.untouched import observed
 from specs.segment_checkpointing import worlds as w
-from specs.segment_checkpointing.meeting import MEETING, meeting, nearly_as_plain
 
 NAME, NORM = object(), nn.BatchNorm1d(1)
 
@@ -183,11 +181,6 @@ class TestPart2SecondRun:
             return layers[5](call(outer, x))
 
         yield "three deep", step
-
-    @pytest.mark.survives("checkpoint", "gradients")
-    @nearly_as_plain("what holds for each of these does not hold for two at once")
-    def test_it_is_the_plain_call_whatever_two_things_meet(self):
-        yield from mixed(meeting, tables=MEETING)
 
     @pytest.mark.survives("checkpoint", 4)
     @w.as_plain("the first backward pass uses up what the second one needs")

@@ -250,13 +250,11 @@ def check_not_torchs_own(step):
     check_equal(runs, False, "whether a function of torch.utils.checkpoint runs", cause=cause)
 
 
-def as_plain_judge(answer, device, name, step):
+@scenarios("the plain step", cause_of)
+def as_plain(answer, device, name, step):
     """A checkpoint, and the plain call in its place."""
     want = plainly(step, device, runs=2 if torch.is_grad_enabled() else 1)
     return observe(answer.checkpoint, step, device), want
-
-
-as_plain = scenarios("the plain step", cause_of)(as_plain_judge)
 
 
 @scenarios("what comes of it")
