@@ -169,6 +169,30 @@ def _is_no_container(leaf: Any) -> bool:
     return type(leaf) not in (tuple, list, dict)
 
 
+class _Pickler(pickle.Pickler):
+    """Numbers leaves in place of pickling them."""
+
+    def __init__(self, file: io.BytesIO, is_leaf: Callable[[Any], bool]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.is_leaf, self.leaves = is_leaf, list[Any]()
+        self.numbers: dict[int, int] = {}
+
+    def persistent_id(self, leaf: Any) -> int | None:
+        if not self.is_leaf(leaf):
+            return None
+        if id(leaf) not in self.numbers:
+            self.numbers[id(leaf)] = len(self.leaves)
+            self.leaves.append(leaf)
+        return self.numbers[id(leaf)]
+
+
+class _Unpickler(pickle.Unpickler):
+    leaves: list[Any]
+
+    def persistent_load(self, number: Any) -> Any:
+        return self.leaves[number]
+
+
 class _Frozen:
     """Arguments as they are now, whatever the forward does to them (appends to a list, updates a
     key-value cache): a pickle in which tensors, modules and the like are only numbered."""
@@ -180,21 +204,10 @@ class _Frozen:
             self._freeze(value, _is_no_container)
 
     def _freeze(self, value: Any, is_leaf: Callable[[Any], bool]) -> None:
-        numbers: dict[int, int] = {}
-        leaves: list[Any] = []
-
-        def persistent_id(leaf: Any) -> int | None:
-            if not is_leaf(leaf):
-                return None
-            if id(leaf) not in numbers:
-                numbers[id(leaf)] = len(leaves)
-                leaves.append(leaf)
-            return numbers[id(leaf)]
-
         file = io.BytesIO()
-        pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = persistent_id  # type: ignore[method-assign]
+        pickler = _Pickler(file, is_leaf)
         pickler.dump(value)
+        leaves = pickler.leaves
         self.bytes = file.getvalue()
         # Tensors are left to the checkpoint, which saves them as autograd does.
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -209,8 +222,8 @@ class _Frozen:
         leaves = list(self.others)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-        unpickler = pickle.Unpickler(io.BytesIO(self.bytes))
-        unpickler.persistent_load = leaves.__getitem__  # type: ignore[method-assign]
+        unpickler = _Unpickler(io.BytesIO(self.bytes))
+        unpickler.leaves = leaves
         return unpickler.load()
 
 
