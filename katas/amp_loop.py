@@ -63,7 +63,7 @@ def train_step(
         loss       loss_fn(output.float(), targets); returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
-        skipped    whether the scaler skipped the step, also one whose scale stays
+        skipped    whether the scaler skipped the step, even if its scale stays
         memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
@@ -86,7 +86,7 @@ def train_step(
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Nothing
            is said of its gradient.
         3. A huge finite gradient such as 1e30 is no overflow: it has a norm, and can be clipped.
-        4. `dtype` holds inside an autocast of the caller, whose cache keeps no old weights.
+        4. `dtype` holds inside the caller's autocast; its cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
@@ -122,7 +122,7 @@ class LossScaler:
            ends the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
         3. Huge finite gradients are no overflow. No scale exceeds float32.
-        4. unscale_ takes less extra memory than three gradients.
+        4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
@@ -282,4 +282,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 13d8815d7f5a
+# untouched stub 100fa08d96f3

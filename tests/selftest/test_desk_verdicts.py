@@ -205,7 +205,7 @@ def test_what_is_not_written_is_counted_apart():
     ("name", "kind", "words", "line"),
     [
         ("import_error", "import error", "No module named 'einops_is_not_here'", "import einops"),
-        ("import_loop", "time-out", "time-out: still running after 3 s", "# for ever"),
+        ("import_loop", "time-out", "time-out: still running after 1.5 s", "# for ever"),
         ("syntax", "syntax error", "SyntaxError: expected ':'", "def add"),
         ("indent", "syntax error", "IndentationError: unexpected indent", "  return 2"),
         ("empty", "unreadable file", "the file is empty", ""),

@@ -68,7 +68,7 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "all": (MIXED, ("--all", "--timeout=3")),
     "odd": (ODD, ("--all",)),
     "import_error": (answer(("import math", "import einops_is_not_here")), ("--all",)),
-    "import_loop": (SOLUTION + "\n\nwhile True:\n    pass  # for ever\n", ("--timeout=3",)),
+    "import_loop": (SOLUTION + "\n\nwhile True:\n    pass  # for ever\n", ("--timeout=1.5",)),
     "swallow": (
         in_mean(
             "import time",
