@@ -148,7 +148,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
         a step below 1, or not above the newest checkpoint's.
 
     Details:
-        1. A save that is killed at any moment leaves the checkpoint before it as the newest.
+        1. A save that is killed at any moment leaves the checkpoint before it as the newest, if it
+           was not complete by then.
         2. So does one that fails on any rank, such as on a full disk. It raises on every rank;
            torch's CheckpointException, which is no Exception, will do.
         3. Whatever such a save has left behind, any number of ranks can save its step again.
