@@ -114,6 +114,7 @@ def _watch(paper: Paper) -> None:
             watching.answer(inbox.get())
         if key:
             watching.answer(Key(key))
+    watching.end_run()  # or it gets ready for another save while this process ends
 
 
 def _hand_in(name: str, mistake: str = "") -> None:
