@@ -119,8 +119,8 @@ def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
     `snapshots` layer inputs may be kept at a time.
 
         steps      each layer's one run with a graph does not count; layers run in order
-        snapshots  the first layer's input is one; the input of the layer that runs with a graph
-                   is none: the place of one is free from then on
+        snapshots  the first layer's input is one; a layer that runs with a graph needs none, and
+                   frees the place of its input
 
         >>> fewest_extra_steps(10, snapshots=3)
         15
@@ -169,4 +169,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub da9ee4afaf39
+# untouched stub 6ba7a2e57fe0
