@@ -91,7 +91,7 @@ def train_step(
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Nothing
            is said of its gradient.
         3. A huge finite gradient such as 1e30 is no overflow: it has a norm, and can be clipped.
-        4. `dtype` holds inside the caller's autocast; its cache keeps no old weights.
+        4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """

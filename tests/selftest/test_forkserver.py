@@ -205,7 +205,7 @@ def endless():
     return home
 
 
-@pytest.mark.parametrize("names", [("SIGINT", "SIGTERM"), ("SIGKILL",)])  # all would be a gigabyte
+@pytest.mark.parametrize("names", [("SIGINT", "SIGTERM"), ("SIGKILL",)])  # three take a gigabyte
 def test_runs_at_the_same_time_do_not_meet_and_leave_nothing_behind(endless, ours, bad, names):
     runs = []
     for name in names:

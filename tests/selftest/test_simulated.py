@@ -144,8 +144,9 @@ def test_a_dry_run_of_billions_of_parameters_holds_no_memory() -> None:
     assert measure(run).peak < 100_000
     most, whole = books[0].most, 4 * d * d
     assert most["unsharded"] == whole
-    # FSDP2 of torch 2.13 still holds the last gradient of a group when it reduces them
-    assert most["gradients"] in (whole + whole // 64, whole)
+    # FSDP2 still holds the last gradient of a group when it reduces them; that of torch 2.15 not
+    held = whole // 64 if torch.__version__ < "2.15" else 0
+    assert most["gradients"] == whole + held
     assert most["shards"] == whole // 64
     assert most["optimizer state"] == 2 * whole // 64 + 512
 

@@ -133,13 +133,12 @@ TOKENS: dict[str, Rows] = {
         "in float16, with losses of 2,048 and some": in_sixteen_bits(torch.float16, 2048.0),
     },
     "ignore_index": {
-        f"ignore_index {n}": (of(*UNEQUAL, ignore_index=n), option(ignore_index=n)) for n in (0, -1)
-    }
-    | {
-        "one micro-batch, ignore_index 0": (
-            of(UNEQUAL[1], ignore_index=0),
-            option(ignore_index=0),
+        f"ignore_index {n}, {len(window)} of the micro-batches": (
+            of(*window, ignore_index=n),
+            option(ignore_index=n),
         )
+        for n in (0, -1)
+        for window in (UNEQUAL, UNEQUAL[1:2])
     },
     "window": of_samples.STEPS | of_samples.OLDER | {"an adapter": (adapter, trained_before)},
     "modes": of_samples.MODES,
