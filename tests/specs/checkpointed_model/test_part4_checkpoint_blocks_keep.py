@@ -58,6 +58,15 @@ class Means(Noisy):
         return x + torch.tanh(y * y.mean(-1, keepdim=True) * y.mean())
 
 
+class Looking(Noisy):
+    """Attention and what draws after it. Without dropout its operator is not given any rate."""
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x))[:, None]
+        y = F.scaled_dot_product_attention(y, y, y, dropout_p=self.rate)[:, 0]
+        return x + torch.tanh(F.dropout(y, self.rate))
+
+
 class Written(Noisy):
     """A matrix product's result is changed in place: inside, or by whom it is returned to."""
 
@@ -128,6 +137,7 @@ class TestPart4CheckpointBlocksKeep:
         twice = lambda run, block, x: block(x, None, block.first)  # noqa: E731
         for op in (ATEN.rand.generator, ATEN.bernoulli.default):  # the other draws on
             yield f"{op} draws", chain(lambda: [Noisy(7)], call=twice), [1], 2, [op]
+        yield "attention draws", chain(lambda: [Looking()]), [1], 2, ATTENTION  # one op on CUDA
 
     @pytest.mark.survives("checkpoint_blocks", 6)
     @again("a fixed set decides, or all is held, or nothing, or operators count for overloads")
@@ -137,6 +147,8 @@ class TestPart4CheckpointBlocksKeep:
         yield "a set", transformer, {NORM}, seen
         yield "matrix products and GELU", transformer, [*MATMULS, GELU], seen
         yield "attention", transformer, ATTENTION, seen
+        plain = lambda: [Looking(rate=0.0)]  # noqa: E731
+        yield "attention without a mask", plain, ATTENTION, [ADDMM, *ATTENTION]
         for kept in ([dim], [full]):
             yield f"the overload {kept[0]}", lambda: [Means()], kept, [dim, full, ADDMM]
 
