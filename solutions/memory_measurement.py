@@ -1,7 +1,7 @@
 """Memory measurement: count the bytes before you cut them.
 
 All figures are bytes (int). Memory belongs to storages: all views of a tensor share one, which
-counts once and in full.
+counts once and in full. Tensors are dense.
 
 Errors are ValueError unless it says otherwise, name the offending value, and are raised before
 anything is changed.
@@ -55,7 +55,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
         StateBytes(parameters=96, gradients=0, buffers=0, optimizer=0)
 
     Args:
-        model: its tensors are dense, of any dtype.
+        model: its tensors may have any dtype.
         optimizer: None counts as no state.
 
     Raises:
@@ -118,8 +118,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
                   or of another that somebody keeps, such as an auxiliary loss
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     errors and Ctrl-C come through and are not kept, even in a cycle; no hook is left;
-                  backward works, but need not notice changes in place
+        after     errors, Ctrl-C and sys.exit() come through and are not kept, even in a cycle; no
+                  hook is left; backward works, but need not notice changes in place
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -134,8 +134,10 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         1. What was saved for a graph that is gone does not count, even if the tensor lives on.
         2. A saved input counts.
         3. Once the caller drops the result, its graph is freed without the garbage collector.
-        4. Saved-tensor hooks of the caller are in force again afterwards.
-        5. Gradients, modes, memory and the random stream are as `forward` alone would leave them.
+        4. Saved-tensor hooks of the caller are in force again afterwards. What `forward` packs with
+           hooks of its own need not count.
+        5. Gradients, modes and the random stream are as `forward` alone would leave them, and no
+           copies are kept.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
@@ -179,8 +181,8 @@ def peak_memory(
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
         retained  what the step frees is subtracted; a cycle not yet collected is alive
-        after     errors and Ctrl-C come through and are not kept, even in a cycle; no dispatch mode
-                  is left
+        after     errors, Ctrl-C and sys.exit() come through and are not kept, even in a cycle; no
+                  dispatch mode is left
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
@@ -194,8 +196,8 @@ def peak_memory(
         other devices, and absent ones.
 
     Details:
-        1. Every dtype counts, and every operation on dense tensors, under no_grad too. Under
-           inference_mode, temporaries inside operations need not count.
+        1. Every dtype counts, and every operation, under no_grad too. Under inference_mode,
+           temporaries inside operations need not count.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
         3. The peak is never below the baseline, and never that of an earlier measurement; on the
            cpu a step may itself measure.

@@ -1,4 +1,4 @@
-"""The ways in which a caller's function ends: it returns, it raises, somebody presses Ctrl-C."""
+"""The ways in which a caller's function ends: it returns, it raises, Ctrl-C, sys.exit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from weakref import ref
 
 from kit.laws.checks import SpecFailure, check_equal
 
-ENDINGS = {"success": None, "error": KeyError("mine"), "ctrl_c": KeyboardInterrupt("mine")}
+ENDINGS = {
+    "success": None,
+    "error": KeyError("mine"),
+    "ctrl_c": KeyboardInterrupt("mine"),
+    "exit": SystemExit("mine"),
+}
 
 
 def check_ending(
@@ -30,7 +35,7 @@ def check_ending(
         run(ends)
     except (NotImplementedError, SpecFailure):
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         came = repr(error)
     cause = "an error or Ctrl-C is kept from the caller, or another one made of it"
     check_equal(came, repr(planted), "the error that comes out", cause=cause)

@@ -32,7 +32,7 @@ def check_nothing_waits(run: Callable, end: str, device: torch.device) -> None:
 
     with collector_paused():
         for failing in (ends, operates):
-            with suppress(KeyError, KeyboardInterrupt, RuntimeError):
+            with suppress(KeyError, KeyboardInterrupt, SystemExit, RuntimeError):
                 run(failing)
         alive = [own() is not None for own in there]
     cause = "a local variable keeps the error, whose traceback holds that variable's frame: a cycle"

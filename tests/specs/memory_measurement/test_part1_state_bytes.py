@@ -1,11 +1,15 @@
 """Bytes of training state, each compared with a formula."""
 
 from collections import OrderedDict
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 
 from kit.laws.checks import check_bar, check_equal, check_raises
 from kit.laws.scenarios import scenarios
@@ -50,6 +54,29 @@ def with_buffers(model=None, **tensors):
     return model
 
 
+KINDS = ("parameter", "gradient", "buffer", "optimizer state", "other model's parameter")
+
+
+def on_one_storage(*kinds):
+    """Bytes, and a model and an optimizer with slices of one storage, each as one of the kinds."""
+    model = nn.ParameterList([torch.zeros(8), torch.zeros(8)])
+    optimizer, flat, want = Optimizer(model.parameters(), {}), torch.zeros(24), [64, 0, 0, 0, 0]
+    for n, (p, kind) in enumerate(zip([*model], kinds, strict=True)):
+        part = flat[8 * n :][:8]
+        if kind == "parameter":
+            model.append(nn.Parameter(part))
+        elif kind == "gradient":
+            p.grad = part
+        elif kind == "buffer":
+            model.register_buffer(f"buffer{n}", part)
+        elif kind == "optimizer state":
+            optimizer.state[p] = {"moment": part}
+        else:
+            optimizer.add_param_group({"params": [nn.Parameter(part)]})
+    want[min(map(KINDS.index, kinds))] += flat.nbytes
+    return tuple(want[:4]), model, optimizer
+
+
 class TestPart1StateBytes:
     @pytest.mark.works("state_bytes", "optimizer")
     @counts("a kind is left out, or the state is guessed from the optimizer's kind")
@@ -66,12 +93,15 @@ class TestPart1StateBytes:
         both = [*model.parameters(), *trained(4, 2).parameters()]  # a loss has parameters too
         both = stepped(SGD(both, 0.1, momentum=0.9))
         yield "momentum of two models", (280, 280, 0, 280 + 40), model, both
+        model.append(with_buffers(trained(5, 2), own=torch.zeros(3)))
+        want = (280 + 48, 280 + 48, 12, 2 * 280 + 2 * 4)
+        yield "Adam, and the model has one more layer", want, model, adam
 
     @pytest.mark.exact("state_bytes", "parameters")
     @counts("parameters are left out")
     def test_counts_every_parameter(self):
-        deep = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 3)), "b": nn.Linear(3, 1)})
-        yield "layers within layers", (4 * (9 + 4), 0, 0, 0), nn.Sequential(deep)
+        deep = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 3)), "head": nn.Linear(3, 1)})
+        yield "layers within layers", (4 * (9 + 4), 0, 0, 0), deep
         yield "a frozen layer", (4 * 18, 0, 0, 0), nn.Linear(5, 3).requires_grad_(False)
         numbers = {torch.bfloat16: 7, torch.complex64: 5, torch.float64: 3, torch.int8: 11}
         zeros = [nn.Parameter(torch.zeros(n, dtype=t), False) for t, n in numbers.items()]
@@ -85,6 +115,9 @@ class TestPart1StateBytes:
         yield "gradients of one layer", (4 * (16 + 30), 4 * 16, 0, 0), model
         (model := trained(5, 3))[0].weight.requires_grad_(False)  # it keeps the gradient it has
         yield "frozen after the backward pass", (4 * 18, 4 * 18, 0, 0), model
+        weight = (model := trained(5, 3))[0].weight
+        weight.data = weight.data.bfloat16()
+        yield "cast after the backward pass", (2 * 15 + 4 * 3, 4 * 18, 0, 0), model
 
     @pytest.mark.exact("state_bytes", "buffers")
     @counts("buffers are left out")
@@ -96,24 +129,19 @@ class TestPart1StateBytes:
         numbers = {torch.bool: 17, torch.int64: 5, torch.complex64: 9}
         zeros = {str(t)[6:]: torch.zeros(n, dtype=t) for t, n in numbers.items()}
         yield "several dtypes", (0, 0, 17 + 8 * 5 + 8 * 9, 0), with_buffers(none=None, **zeros)
+        yield "an averaged model with its counter", (96, 0, 8, 0), AveragedModel(nn.Linear(7, 3))
 
     @pytest.mark.exact("state_bytes", "sharing")
     @counts("something else than the storage decides what was counted before")
     def test_counts_a_storage_once_under_the_first_kind(self):
-        """As GPT ties its head, and as DDP keeps gradients: one behind the other."""
+        """As GPT ties its head, and as DDP keeps gradients: slices of one tensor."""
         embedding, head, twin = (nn.Embedding(19, 6) for _ in range(3))
         head.weight, twin.weight = embedding.weight, nn.Parameter(embedding.weight.detach())
         yield "tied in two ways", (4 * 19 * 6, 0, 0, 0), nn.ModuleList([embedding, head, twin])
-        model, flat = nn.Linear(8, 4), torch.zeros(40)
-        model.weight.grad, model.bias.grad = flat[:32].view(4, 8), flat[32:36]
-        yield "gradients in one flat tensor", (144, 160, 0, 0), model
-        yield "a buffer with gradients in it", (144, 160, 0, 0), with_buffers(model, flat=flat)
-        row = with_buffers(model := nn.Linear(8, 4), row=model.weight.detach()[1])
-        yield "a buffer that looks at a parameter", (144, 0, 0, 0), row
         bits = with_buffers(model := nn.Linear(8, 4), bits=model.weight.detach().view(torch.int32))
         yield "a buffer that reads it as integers", (144, 0, 0, 0), bits
-        state = with_state(model := trained(7, 4), last=model[0].weight.grad, own=torch.zeros(3))
-        yield "state that is the gradient", (128, 128, 0, 12), model, state
+        for pair in product(KINDS, repeat=2):
+            yield f"one storage: {' and '.join(pair)}", *on_one_storage(*pair)
 
     @pytest.mark.saves("state_bytes", "gradients")
     def test_shows_what_set_to_none_saves(self, answer, device):
@@ -182,8 +210,12 @@ class TestPart1StateBytes:
 
     @pytest.mark.survives("state_bytes", "Raises")
     def test_refuses_what_is_no_model_or_optimizer(self, answer):
-        model = nn.Linear(2, 2)
-        for bad in (({},), (model, [1.5]), (model, []), (model, {})):
+        """A likeness has all that is read of a model and of an optimizer."""
+        sgd = SGD((model := nn.Linear(2, 2)).parameters(), 0.1)
+        read = {"parameters": model.parameters, "buffers": model.buffers, "state": sgd.state}
+        likeness = SimpleNamespace(**read, module=model, optimizer=sgd, param_groups=[])
+        no_optimizers = ([1.5], [], {}, StepLR(sgd, 1), likeness)
+        for bad in (({},), (likeness,), *((model, bad) for bad in no_optimizers)):
             name = type(bad[-1]).__name__
             call, when = (lambda bad=bad: answer.state_bytes(*bad)), f"for a {name}"
             check_raises(call, TypeError, mentions=[name], when=when)

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from functools import partial, reduce
+from itertools import product
 from weakref import ref
 
 import pytest
@@ -13,7 +14,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
-from kit.laws.checks import check_bar, check_close, check_equal, check_raises
+from kit.laws.checks import check_bar, check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.scenarios import scenarios
 from kit.laws.snapshot import Snapshot
@@ -25,6 +26,22 @@ from specs.memory_measurement.failing import check_nothing_waits
 @scenarios("saved bytes")
 def counts(answer, device, name, want, forward, model=None):
     return answer.saved_bytes(forward, model or nn.Module()), want
+
+
+@scenarios("gradients of one backward pass, and of two")
+def gradients(answer, device, name, want, x, forward, make=nn.Module):
+    """The model that is made is gone by then."""
+    results, got = [], []
+
+    def run(model):
+        answer.saved_bytes(lambda: results.append(forward(model)), model)
+
+    run(make())
+    for _ in range(2):
+        results[0].sum().backward(retain_graph=True)
+        got.append(x.grad.clone())
+    x.grad = None
+    return got, [want, 2 * want]
 
 
 def leaf(*shape, **options):
@@ -89,6 +106,9 @@ class TestPart2SavedBytes:
         yield "a backbone under no_grad", 4 * 36, lambda: head(forward()), head
         sizes = [9, 5]
         yield "a forward pass runs once", 4 * 5, lambda: leaf(sizes.pop()).exp()
+        back = lambda **keep: ((y := x.exp().tanh()).sum().backward(**keep), y)[1]  # noqa: E731
+        yield "a graph that went backward", 0, back
+        yield "a graph that may go backward again", 2 * 4 * 36, partial(back, retain_graph=True)
 
     @pytest.mark.exact("saved_bytes", "sharing")
     @counts("tensors are counted, or a view's elements, or storages by address, which is 0 on meta")
@@ -135,17 +155,21 @@ class TestPart2SavedBytes:
         scaled = lambda: loss(body(x)) * loss.bias  # noqa: E731
         size = 4 * (5 * 6 + 5 * 8 + 8 * 2 + 5 * 2 + 2)
         yield "a loss has weights, a view of one and one itself", size, scaled, body
+        body.weight, body.module = nn.Parameter(torch.ones(8, 6)), loss
+        yield "later, with the loss in the model", 4 * (30 + 40), lambda: loss(body(x)), body
 
     @pytest.mark.exact("saved_bytes", "after")
-    def test_lets_the_caller_go_backward(self, answer, device):
-        """The pack hook must not change what backward reads: (x e^x)' = e^x (x + 1)."""
-        x, results = draw.randn(12, device=device, requires_grad=True), []
-        answer.saved_bytes(lambda: results.append(x.exp() * x), nn.Module())
-        for times in (1, 2):
-            results[0].sum().backward(retain_graph=True)
-            want = times * x.detach().exp() * (x.detach() + 1)
-            cause = "the hooks give back another tensor, or give it back once"
-            check_close(x.grad, want, "gradient", cause=cause)
+    @gradients("the hooks give back another tensor, or give it back once")
+    def test_lets_the_caller_go_backward(self):
+        """Lazy: a bit of the tensor says that its numbers are to be conjugated, or negated."""
+        x = torch.tensor([1.0, 4.0, 16.0], requires_grad=True)
+        number = x.detach()
+        z = torch.complex(number, 3 * number)
+        yield "x times its root", 1.5 * number.sqrt(), x, lambda _: x * x.sqrt()
+        yield "a lazy conjugate", -3 * number, x, lambda _: (x * z.conj()).imag
+        yield "a lazy minus", -3 * number, x, lambda _: x * z.conj().imag
+        norm, two = lambda: nn.BatchNorm1d(3).requires_grad_(False), torch.full((3,), 2.0)
+        yield "a frozen model is gone", two, x, lambda m: x * m.weight + x * m.running_var, norm
 
     @pytest.mark.exact("saved_bytes", "after")
     @pytest.mark.parametrize("end", ENDINGS)
@@ -239,16 +263,31 @@ class TestPart2SavedBytes:
         model, x = mlp(4, 3, 2, device=device, activation=nn.Dropout), leaf(5, 4, device=device)
         model(x).sum().backward()
         model[0].eval()  # one layer is frozen, the others train
-        before, randoms, held = Snapshot(model, SGD(model.parameters())), [], []
-        for run in (lambda forward: forward(), lambda forward: answer.saved_bytes(forward, model)):
-            draw.seed(5)
+        before, held, left = Snapshot(model, SGD(model.parameters())), [], []
+        runs = (lambda forward: forward(), lambda forward: answer.saved_bytes(forward, model))
+        for run in runs:
             kept = []
             step = lambda run=run, kept=kept: run(lambda: kept.append(model(x)))  # noqa: E731
             held.append(measure(step, device, known=[model, x]).retained)
-            randoms.append(draw.next_random(device))
         before.check_unchanged("the count", cause="gradients are cleared, or a backward pass runs")
-        cause = "the random state is set or put back, or forward runs twice"
-        check_equal(randoms[1], randoms[0], "the next random numbers", cause=cause)
+
+        def forward(error):
+            model(x).sum().backward()
+            torch.set_grad_enabled(False)
+            if error:
+                raise error
+
+        for run, error in product(runs, (None, KeyError)):
+            draw.seed(5)
+            model.zero_grad()
+            with torch.enable_grad():
+                with suppress(KeyError):
+                    run(partial(forward, error))
+                left.append({"grad mode": torch.is_grad_enabled(), "gradient": model[0].bias.grad})
+            left[-1]["the next random numbers"] = draw.next_random(device)
+        cause = "a mode or the random state is set or put back, or forward runs twice"
+        for got, want in zip(left[2:], left[:2], strict=True):
+            check_equal(got, want, "", cause=cause)
         cause = "copies are saved, and live beside what they were made of"
         check_equal(held[1], held[0], "bytes alive while the result is", cause=cause)
         dropped, results = nn.Module(), []
