@@ -118,8 +118,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
                   or of another that somebody keeps, such as an auxiliary loss
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     errors, Ctrl-C and sys.exit() come through and are not kept, even in a cycle; no
-                  hook is left; backward works, but need not notice changes in place
+        after     what it raises comes through and is not kept, even in a cycle; no hook is left;
+                  backward works, but need not notice changes in place
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -134,10 +134,10 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         1. What was saved for a graph that is gone does not count, even if the tensor lives on.
         2. A saved input counts.
         3. Once the caller drops the result, its graph is freed without the garbage collector.
-        4. Saved-tensor hooks of the caller are in force again afterwards. What `forward` packs with
+        4. The caller's saved-tensor hooks are in force again afterwards. What `forward` packs with
            hooks of its own need not count.
-        5. Gradients, modes and the random stream are as `forward` alone would leave them, and no
-           copies are kept.
+        5. Gradients, modes and the random stream are as `forward` alone leaves them, and no copies
+           are kept.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
@@ -181,8 +181,7 @@ def peak_memory(
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
         retained  what the step frees is subtracted; a cycle not yet collected is alive
-        after     errors, Ctrl-C and sys.exit() come through and are not kept, even in a cycle; no
-                  dispatch mode is left
+        after     what it raises comes through and is not kept, even in a cycle; no mode is left
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
@@ -199,7 +198,7 @@ def peak_memory(
         1. Every dtype counts, and every operation, under no_grad too. Under inference_mode,
            temporaries inside operations need not count.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
-        3. The peak is never below the baseline, and never that of an earlier measurement; on the
+        3. The peak is never below the baseline, nor that of an earlier measurement; on the
            cpu a step may itself measure.
         4. A tensor that an operation makes larger (`resize_`, `out=`), or puts on another storage
            (`set_`, `torch.load`), counts with its new size.
@@ -312,9 +311,9 @@ def training_bytes(
 
     Details:
         1. Shards are padded: a divided part is ceil(parameters / ranks) parameters on every rank.
-        2. Frozen weights are divided at stage 3 as others are.
-        3. The result is exact for every count; an odd half byte is rounded up.
-        4. 0 is a count, of parameters and of adapters.
+        2. Stage 3 divides frozen weights too.
+        3. Results are exact for every count; half a byte is rounded up.
+        4. 0 parameters or adapters are fine.
         5. A number that is not an int (7e9, ranks=2.0, np.int32(7)) raises TypeError.
     """
     counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}
