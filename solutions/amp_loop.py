@@ -3,8 +3,8 @@
     untouched  modes, hooks, training flags and values of data stay as they were, after an error
                too; no seed is set
 
-Errors are ValueError unless it says otherwise, name the offending value, and are raised before
-anything is changed.
+Gradients are dense. Errors are ValueError unless it says otherwise, name the offending value,
+and are raised before anything is changed.
 
 Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
 """
@@ -64,7 +64,7 @@ def train_step(
 ) -> StepResult:
     """One training step of a float32 model, under autocast in `dtype`.
 
-        autocast   on for the forward pass and the loss, off for the backward pass
+        autocast   on for forward pass and loss, off for the backward pass
         loss       loss_fn(output.float(), targets); returned unscaled, float32, a detached copy
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
@@ -87,9 +87,8 @@ def train_step(
 
     Details:
         1. Parameters without a gradient in this step are not stepped, whatever they had before.
-           Gradients are dense.
-        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Nothing
-           is said of its gradient.
+        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
+           gradient is open.
         3. A huge finite gradient such as 1e30 is no overflow: it has a norm, and can be clipped.
         4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
@@ -218,12 +217,12 @@ class LossScaler:
     Details:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
-        2. A float16 gradient is a ValueError: the model was cast. Other dtypes are fine.
+        2. A float16 gradient is a ValueError: the model was cast. Other real dtypes are fine.
         3. Huge finite gradients are no overflow. No scale exceeds float32.
         4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
-        6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
-           after its step, update before either.
+        6. RuntimeError: a second unscale_ or step for one optimizer between two updates (no load
+           is one), unscale_ after its step, update before either.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         function: computes the same under no_grad; what it reads, such as training flags, must
             be the same in both runs; what it changes, such as batch norm's statistics, may change
             twice.
-        args: tensors of any dtype, not made under inference_mode; other things are handed on.
+        args: dense tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
         RuntimeError if an argument is changed in place: from the call if `function` does it (it
@@ -62,8 +62,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
            A result may require a gradient that it did not inside.
         3. A checkpoint may stand inside the function of another, and saves there too.
         4. After backward with retain_graph=True, backward works again.
-        5. An error in either run comes through; a second run that fails leaves the random stream
-           as it was.
+        5. An error in either run comes through; a failed second run leaves the random stream as
+           it was.
         6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
            gradients and no others. Backward under inference_mode is not asked for.
         7. Tensors in a returned list, tuple or dict: TypeError, or right gradients.
@@ -322,7 +322,7 @@ def backward_with_snapshots(
 
         gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
                       requires one, of `x` and what it was computed from
-        runs          layers `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
+        runs          layers at most `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
         random state  layers draw the same from torch's default generators in each run; all else
                       draws as if each ran once, after an error too
         peak          `snapshots` activations, and one layer's forward and backward with its input
@@ -343,7 +343,7 @@ def backward_with_snapshots(
         no layers; snapshots below 1.
 
     Details:
-        1. Layers run under the caller's autocast.
+        1. Layers, `loss_fn` and backward run under the caller's autocast.
         2. It works for 1,200 layers with as many snapshots.
         3. Under no_grad it raises RuntimeError, or gives the same gradients.
     """

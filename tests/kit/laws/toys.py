@@ -26,6 +26,7 @@ def mlp(
     layers: list[nn.Module] = []
     for width, following in itertools.pairwise(widths):
         layers += [nn.Linear(width, following), activation()]
+    layers[0].eval()  # as a frozen layer: a train() or eval() of the whole model does not pass
     return nn.Sequential(*layers[:-1]).to(device)
 
 
@@ -41,6 +42,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 3 * width)
         self.down = nn.Linear(3 * width, width)
+        self.norm1.eval()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

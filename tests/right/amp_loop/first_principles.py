@@ -272,8 +272,6 @@ class LossScaler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         self._start(*(state_dict[name] for name in names))
-        self._stages.clear()
-        self._overflow.clear()
 
 
 # Part 3
@@ -307,7 +305,6 @@ def _hidden_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What the forward pass depends on and state_dict leaves out, by module."""
     return {
         name: {
-            "training": module.training,
             "buffers": {
                 key: module._buffers[key] for key in sorted(module._non_persistent_buffers_set)
             },
@@ -320,7 +317,6 @@ def _restore_hidden_state(model: nn.Module, state: dict[str, dict[str, Any]]) ->
     for name, module in model.named_modules():
         if name not in state:
             continue
-        module.training = state[name]["training"]
         for key, saved in state[name]["buffers"].items():
             now = module._buffers.get(key)
             if now is not None and saved is not None and now.shape == saved.shape:

@@ -304,7 +304,6 @@ def save_checkpoint(
     checkpoint = {
         "model": persistent,
         "other_buffers": {n: b for n, b in model.named_buffers() if n not in persistent},
-        "training": {name: module.training for name, module in model.named_modules()},
         "optimizer": optimizer.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -349,21 +348,20 @@ def load_checkpoint(
     )
     if saved != mine:
         raise RuntimeError(f"another model's weights were saved: {saved.items() ^ mine.items()}")
-    before = optimizer.state_dict()
-    _load_or_leave(optimizer, checkpoint["optimizer"])
-    if scheduler is not None:
-        try:
+    before = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    try:
+        model.load_state_dict(checkpoint["model"])  # an extra state may refuse after all
+        _load_or_leave(optimizer, checkpoint["optimizer"])
+        if scheduler is not None:
             _load_or_leave(scheduler, checkpoint["scheduler"])
-        except BaseException:
-            optimizer.load_state_dict(before)
-            raise
-    model.load_state_dict(checkpoint["model"])
+    except BaseException:
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
+        raise
     buffers = dict(model.named_buffers())
     with torch.no_grad():
         for name, value in checkpoint["other_buffers"].items():
             buffers[name].copy_(value)
-    for name, module in model.named_modules():
-        module.training = checkpoint["training"][name]
     if scaler is not None:
         scaler.load_state_dict(checkpoint["scaler"])
     random.setstate(checkpoint["python_rng"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 # What all parts need: runs without a graph, runs that repeat an earlier one, and stand-ins for
 # tensors, at which a backward pass ends
@@ -152,10 +151,16 @@ def _put_in(template: Iterable[Any], tensors: Sequence[Tensor]) -> list[Any]:
     return [tensors[item.index] if isinstance(item, _Slot) else item for item in template]
 
 
+def _holds_tensors(item: Any) -> bool:
+    parts = item.values() if isinstance(item, dict) else item
+    return isinstance(item, Tensor) or (
+        isinstance(item, (list, tuple, dict)) and any(map(_holds_tensors, parts))
+    )
+
+
 def _none_hidden(items: Iterable[Any]) -> None:
     for item in items:
-        leaves = [] if isinstance(item, Tensor) else tree_leaves(item)
-        if any(isinstance(leaf, Tensor) for leaf in leaves):
+        if not isinstance(item, Tensor) and _holds_tensors(item):
             raise TypeError(f"checkpoint() does not look for tensors in a {type(item).__name__}")
 
 

@@ -24,6 +24,7 @@ def one_step():
     """A small model, far off on 11 rows, so that gradients are large."""
     draw.seed(3)
     model = nn.Sequential(nn.Linear(7, 13), Probe(), nn.Tanh(), nn.Linear(13, 5))
+    model[0].eval()  # a frozen layer: whoever sets the mode of the whole model is seen
     batch = draw.randn(11, 7), 4 * draw.randn(11, 5)
     return World(model, [batch], sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
 

@@ -13,7 +13,7 @@ from kit.laws.bars import bar
 from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
-from kit.laws.trace import PlantedInterrupt
+from kit.laws.trace import PlantedInterrupt, Probe
 from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import STEP, bad_options
@@ -28,9 +28,27 @@ def by_hand(w):
     w.batches = [(torch.tensor([[1.0], [2.0]]), torch.ones(2, 1))]
 
 
-def targets_in_float64(w):
-    """So is the loss."""
+def in_float64(w):
+    """Outputs and targets are, and so is the loss."""
+    w.model.register_forward_hook(lambda *call: call[-1].double())
     w.batches = [(x, y.double()) for x, y in w.batches]
+
+
+def transposed(w, size=3):
+    """The last element counts of a weight that lies by columns."""
+    leaf = w.extra["transposed"] = nn.Parameter(torch.zeros(size, size).t())
+    w.loss = lambda out, y: mse(out, y) + 9 * leaf[-1, -1]
+
+
+def long(w):
+    """And of millions, in float32."""
+    transposed(w, 2049 if w.dtype == torch.float32 else 3)
+
+
+def prompt(w):
+    """The model has no parameters; its inputs are trained."""
+    w.model, w.extra["prompt"] = nn.Sequential(Probe()), nn.Parameter(draw.randn(11, 5))
+    w.after.append(lambda w: vars(w).update(batch=(w.leaves["prompt"], w.batch[1])))
 
 
 class Recomputed(nn.Linear):
@@ -50,7 +68,7 @@ class TestPart1TrainStep:
         """
         yield "w = 3", by_hand
         yield "w = 3, and the loss is overwritten afterwards", by_hand, twists.overwritten_loss
-        yield "w = 3, and targets in float64", by_hand, targets_in_float64
+        yield "w = 3, and outputs and targets in float64", by_hand, in_float64
 
     @pytest.mark.exact("train_step", "autocast")
     @in_each_precision
@@ -92,6 +110,9 @@ class TestPart1TrainStep:
     def test_the_norm_is_over_all_that_the_optimizer_holds(self):
         yield "a group for each parameter", put(groups=True), half
         yield "tied weights", twists.tied, half
+        yield "a transposed weight", transposed, half
+        yield "a long weight", long
+        yield "only the inputs are trained", prompt, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision

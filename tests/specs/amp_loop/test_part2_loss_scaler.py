@@ -33,9 +33,9 @@ class Side:
     """A scaler, the optimizers a and b that it is called with, and what scripts call."""
 
     def __init__(self, make, device, sizes=SIZES, **options):
-        self.make, self.device, self.sizes = make, device, sizes
+        self.make, self.device = make, device
         self.start(make(**options))
-        self.a, self.b = (self.optimizer_of(sizes) for _ in "ab")
+        self.a, self.b = self.optimizer_of(sizes), self.optimizer_of(SIZES)
 
     def start(self, scaler):
         self.scaler = scaler
@@ -57,10 +57,11 @@ class Side:
 
     def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None):
         """True gradients of `value`, scaled; `bad` at one of 16 places, none for one parameter."""
-        flat = torch.full((sum(self.sizes),), value * self.get_scale(), device=self.device)
+        sizes = [p.numel() for p in held(optimizer)]
+        flat = torch.full((sum(sizes),), value * self.get_scale(), device=self.device)
         if bad is not None:
             flat[at] = bad
-        for n, (p, part) in enumerate(zip(held(optimizer), flat.split(self.sizes), strict=True)):
+        for n, (p, part) in enumerate(zip(held(optimizer), flat.split(sizes), strict=True)):
             p.grad = None if n == missing else laid_otherwise(part.view(p.shape))
 
     def scaled(self, dtype):
@@ -143,7 +144,8 @@ class TestPart2LossScaler:
     def test_scales_in_float32(self):
         """1.1 times 70001 is infinite in float16; float32 has seven of float64's digits."""
         for dtype in ("float32", "bfloat16", "float16", "float64"):
-            yield dtype, f"scaled({dtype!r})", {"init_scale": 70001.0}
+            for scale in (70001.0, 1.0):
+                yield f"{dtype}, scale {scale}", f"scaled({dtype!r})", {"init_scale": scale}
 
     @pytest.mark.exact("LossScaler", "unscale_")
     @agrees("not every element of every gradient is looked at")
@@ -151,7 +153,7 @@ class TestPart2LossScaler:
         """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
         for at, bad in zip(range(sum(SIZES)), cycle((inf, -inf, nan))):
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
-        long = {"sizes": (7, 4, 300_007, 0)}
+        long = {"sizes": (7, 4, 2**22 + 7, 0)}
         yield "inf at the last of many", "backward(a, inf, at=-1); step(a); update()", long
 
     @pytest.mark.exact("LossScaler", "update")
@@ -268,8 +270,9 @@ class TestPart2LossScaler:
     @pytest.mark.survives("LossScaler", 6)
     @agrees("what was done since the last update is not kept for each optimizer")
     def test_refuses_calls_out_of_order(self):
-        """Any two calls, after an overflow too, and with a call for another one between."""
-        for bad, between in ((inf, ""), (None, "step(b); ")):
+        """Any two calls, after an overflow too, and with another one's or a load between."""
+        loaded = "load_state_dict(side.state_dict()); "
+        for bad, between in ((inf, ""), (None, "step(b); "), (None, loaded)):
             for first, last in product(("unscale_(a)", "step(a)", "update()"), repeat=2):
                 script = f"backward(a, {bad}); backward(b); {first}; {between}{last}"
                 yield f"{first}; {between}{last}, {bad}", script
@@ -291,6 +294,7 @@ class TestPart2LossScaler:
             for value in values:
                 key = option.removeprefix("init_")
                 call = partial(scaler.load_state_dict, state | {key: value})
-                check_raises(call, ValueError, when=f"for a state with {key}={value}")
+                when = f"for a state with {key}={value}"
+                check_raises(call, ValueError, mentions=[value], when=when)
                 what = f"the scaler, refused a state with {key}={value}"
                 check_equal(scaler.state_dict(), before, what, cause=cause)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
@@ -29,7 +29,7 @@ class Opening(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.runs = 0
+        self.runs, self.most = 0, math.inf
 
     def forward(self, x):
         self.runs += 1
@@ -39,13 +39,21 @@ class Opening(nn.Module):
         return self.runs
 
     def set_extra_state(self, state):
+        if state > self.most:
+            raise ValueError(f"{state} runs, not at most {self.most}")
         self.runs = state
+
+
+def draws(*_):
+    """What a layer with noise does after a load."""
+    torch.rand(3)
 
 
 def run(precision, device):
     """A run with all that training carries along: dropout, batch norm, Adam, scale and schedule."""
     draw.seed(11)
-    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), Opening(), nn.Linear(9, 2)
+    opening = Opening().eval()  # its mode is the caller's too
+    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), opening, nn.Linear(9, 2)
     batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
     world = World(nn.Sequential(*layers), batches, adam={"lr": 0.02})
     twists.in_precision(precision[:4])(world)
@@ -104,8 +112,12 @@ OTHERS = {
     "a layer less": model_of(layers=4),
     "a layer more": model_of(nn.Linear(2, 2)),
     "a wider last layer": model_of(nn.Linear(9, 3), layers=4),
+    "a layer that refuses its state": lambda w: vars(w.model[3]).update(most=1),
     "two groups of parameters": optimizer_of(2, 4),
-    "five parameters": optimizer_of(5),
+    "five parameters, and a schedule that takes any state": lambda w: (
+        optimizer_of(5)(w),
+        vars(w).update(scheduler=ExponentialLR(w.optimizer, 0.5)),
+    ),
     "another optimizer": optimizer_of(6, make=torch.optim.NAdam),
     "another schedule": lambda w: vars(w).update(scheduler=LambdaLR(w.optimizer, [lambda n: 1])),
     "a scaler switched on": lambda w: vars(w).update(grad_scaler=GradScaler(w.device.type)),
@@ -179,7 +191,11 @@ class TestPart3Train:
             answer.save_checkpoint(path, *parts(first))
             go_on(first, stop)
             draw.seed(99)
-            answer.load_checkpoint(path, *parts(second := run(precision, device)))
+            second = run(precision, device)
+            second.model.register_load_state_dict_post_hook(draws)
+            second.model[1].eval()  # modes are the caller's business
+            answer.load_checkpoint(path, *parts(second))
+            second.model[1].train()
             want = whole | {"losses": whole["losses"][stop:]}
             check_equal(go_on(second, stop), want, f"a stop at step {stop}", cause=cause)
 
@@ -218,18 +234,26 @@ class TestPart3Train:
         yield "the third batch cannot be read", fails("batch", 3)
 
     @pytest.mark.survives("save_checkpoint", "saved")
-    def test_a_save_changes_nothing(self, answer, device, tmp_path):
-        """Not even the random state; the path may be a string."""
+    def test_a_save_changes_nothing(self, answer, device, tmp_path, monkeypatch):
+        """Not even the random state; the path may be a string, or a name in the current folder."""
         world = run("fp16", device)
         go_on(world, 0, 3)
         before = world.now()
-        answer.save_checkpoint(str(tmp_path / "run.pt"), *parts(world))
-        check_equal(world.now(), before, "the run after a save", cause="the save changes it")
+        monkeypatch.chdir(tmp_path)
+        for path in (str(tmp_path / "run.pt"), "run.pt"):
+            answer.save_checkpoint(path, *parts(world))
+            check_equal(world.now(), before, "the run after a save", cause="the save changes it")
 
     @pytest.mark.survives("save_checkpoint", "atomic")
     def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path):
-        """The disk is full at any moment, pickling fails, Ctrl-C, the rename fails."""
+        """The disk is full at any moment, pickling fails, Ctrl-C, the rename fails.
+
+        Others' files beside it stay, also such as look like half a file.
+        """
         world, path = run("fp32", device), tmp_path / "run.pt"
+        others = dict.fromkeys(("best.pt", "best.pt.tmp", "best.partial", ".notes.tmp"), True)
+        for name in others:
+            (tmp_path / name).write_bytes(b"mine")
         with folders_apart():
             answer.save_checkpoint(path, *parts(world))
         whole = path.read_bytes()
@@ -240,9 +264,10 @@ class TestPart3Train:
                 path.unlink(missing_ok=True)
             with failing(failure, world.model, len(whole)):
                 answer.save_checkpoint(path, *parts(world))
-            files = {file.name: file.read_bytes() == whole for file in tmp_path.iterdir()}
+            found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+            files = {name: content in (whole, b"mine") for name, content in found.items()}
             what = f"whole files after a {'later' if want else 'first'} save ({failure})"
-            check_equal(files, want, what, cause=cause)
+            check_equal(files, others | want, what, cause=cause)
 
     @pytest.mark.survives("load_checkpoint", "Raises")
     def test_refuses_to_load_into_another_run(self, answer, device, tmp_path):
@@ -267,10 +292,11 @@ class TestPart3Train:
 
     @pytest.mark.survives("load_checkpoint", "Raises")
     def test_refuses_to_load_what_was_not_saved(self, answer, device, tmp_path):
-        """A scaler or a schedule that only the file has, or only the run."""
-        for part, saved in product(("grad_scaler", "scheduler"), (True, False)):
+        """A scaler, also one switched off, or a schedule that only the file or the run has."""
+        kinds = "fp16", "fp16_unscaled"
+        for part, saved, kind in product(("grad_scaler", "scheduler"), (True, False), kinds):
             name, path = part.removeprefix("grad_"), tmp_path / "run.pt"
-            first, second = run("fp16", device), run("fp16", device)
+            first, second = run(kind, device), run(kind, device)
             go_on(first, 0, 2)
             setattr(second if saved else first, part, None)
             answer.save_checkpoint(path, *parts(first))

@@ -271,6 +271,9 @@ class TestPart4MasterWeights:
             again = f"{call}backward(-0.5, missing={missing}); step()"
             script = f"backward(); step(); backward(1, {bad}); step(); {again}"
             yield f"{bad}, {call}, {missing}", script, (SGD, ADAM)[missing]
+        for name in ("weight", "bias"):
+            frozen = f"zero_grad(); model.{name}.requires_grad_(False); backward(-0.5); step()"
+            yield f"the {name} is frozen meanwhile", f"backward(); step(); {frozen}"
 
     @pytest.mark.survives("MasterWeights", 4)
     @agrees("the sum or the norm of a gradient is looked at, or the 16-bit gradient")

@@ -29,19 +29,24 @@ from specs.gradient_accumulation.scenarios import (
     AUTOCAST,
     BATCH_NORM,
     IN_AUTOCAST,
+    LOSSES,
     MODES,
     NO_PAIRS,
     NOTHING,
     OLDER,
     OWN_LOSS,
     STEPS,
+    UNDER,
     Row,
     Rows,
     bad,
     failing,
     gradient_of_another,
-    kept_losses,
+    in_autocast,
+    in_float64,
+    norm_first,
     only,
+    only_the_loss,
     regression,
     repeated,
     sequences,
@@ -115,6 +120,13 @@ BAD_PRECISIONS: dict[str, Row] = {
     "a scaler with bfloat16": _settings(torch.bfloat16, {"init_scale": 2.0}, "bfloat16"),
     "a scaler with float32": _settings(torch.float32, {"init_scale": 2.0}, "float32"),
 }
+BAD_BATCHES = {
+    name: (norm_first, sizes(3, 5, 2, 4, 3, 6, 2), *row)
+    for name, row in (
+        *bad(NO_PAIRS, 3, 5, 6).items(),
+        *bad(NO_PAIRS, 0, 2, 1, tags=["early"]).items(),
+    )
+}
 FLOAT32: dict[str, Rows] = {
     "windows": {
         "seven micro-batches in windows of 3": (),
@@ -124,7 +136,7 @@ FLOAT32: dict[str, Rows] = {
         "the same micro-batch again": (repeated,),
         "samples of several lengths": (sequences,),
         "a list": (tag("list"),),
-        "a loss that is logged": (kept_losses,),
+        **LOSSES,
         **STEPS,
         **OLDER,
         **OWN_LOSS,
@@ -137,6 +149,7 @@ FLOAT32: dict[str, Rows] = {
         "max_norm inf": (option(max_norm=INF),),
         "gradients of zero": (option(max_norm=1.0), put(loss=lambda out, y: mse(out, y) * 0)),
         "a group for each parameter, clipped": (HALF, put(groups=True)),
+        "a model in float64, clipped": (HALF, in_float64),
     },
     "scheduler": {
         "no schedule": (put(gamma=None),),
@@ -176,8 +189,9 @@ FLOAT32: dict[str, Rows] = {
         "the step fails, and the next epoch": (fails("step", 2), RETRIED),
         "the data fail at once": (stale, fails("data", 2), tag("early")),
         "the model fails, a loss with a parameter": (loss_with_a_parameter, fails("model", 5)),
-        **bad(NO_PAIRS, 3, 5, 6),
-        **bad(NO_PAIRS, 0, 2, tags=["early"]),
+        "the model fails, a foreign parameter": (foreign, fails("model", 5), tag("foreign")),
+        **UNDER,
+        **BAD_BATCHES,
     },
     "options": BAD_OPTIONS | {name: (*row, tag("early")) for name, row in NOTHING.items()},
     "precisions": BAD_PRECISIONS | {"float32, a disabled scaler": (DISABLED, HALF)},
@@ -188,6 +202,11 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "a loss that ends in a matrix product": (loss_with_a_matrix_product,),
         "a loss with a parameter": (loss_with_a_parameter, HALF),
         "samples of several lengths": (sequences,),
+        "a model without parameters": (only_the_loss,),
+        **{
+            f"inside the caller's autocast to {str(dtype)[6:]}": in_autocast(dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float16)
+        },
     },
 }
 BFLOAT16: dict[str, Rows] = {

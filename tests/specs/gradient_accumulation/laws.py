@@ -53,7 +53,7 @@ FREE = (
 WINDOW_FREE = (*FREE, ("kept gradients", _broke_off))
 EPOCH_FREE = (
     *FREE,
-    (_ON_THE_WAY, lambda _, w: "bad micro-batch" in w.tags),
+    ("passes|loss calls|steps taken at", lambda _, w: "bad micro-batch" in w.tags),
     ("grad_norm", lambda _, w: "norm beyond float32" in w.tags),
     ("passes|loss calls|loss|grad_norm", _in_float32_inside_autocast),
     # What clipping makes of an infinity that no scaler keeps away from the weights.
@@ -62,7 +62,12 @@ EPOCH_FREE = (
 
 
 def rounding(w: World) -> float:
-    """16 bits are rounded at every operation; where the share is multiplied in is free."""
+    """16 bits are rounded at every operation; where the share is multiplied in is free.
+
+    An epoch may have the loss of a model in float64 in float32.
+    """
+    if "float64" in w.tags and "window" not in w.options:
+        return 1e-12
     dtype = torch.bfloat16 if "the caller's autocast" in w.tags else w.dtype
     return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
@@ -76,6 +81,7 @@ def _clauses(
             "this input is not checked, an error is kept back, or hooks do not run",
         ),
         "message": ("Raises", "the message does not say which value was wrong"),
+        "error": ("Raises", "it is raised anew: another object, or other words"),
         "number of results": ("windows", "one for each window, a short last one too"),
         "output for": (autocast, "the caller's autocast keeps copies of older weights"),
         "optimizer steps": (step, "a step too many, or none"),
@@ -137,7 +143,7 @@ ACCUMULATED = _law(
     _accumulate, oracle.accumulate, window, WINDOW_FREE, "gradients", "step", "passes", 4
 )
 OF_TOKENS = _law(
-    _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window", 3
+    _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window", 4
 )
 OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, *["windows"] * 4)
 _add(ACCUMULATED, ACCUMULATE)

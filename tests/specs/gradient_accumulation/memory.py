@@ -34,6 +34,7 @@ from kit.memory.ruler import bytes_of, measure
 
 CLASSES = 4096
 CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_output"])
+CASES_OF_TOKENS = pytest.mark.parametrize("case", [*CASES.args[1], "wide_output-bf16"])
 CAUSES = {
     "activations": "graphs are kept, if only by a name for loss or output; or micro-batches are "
     "joined",
@@ -118,7 +119,12 @@ def of_samples(name: str, device: torch.device, dtype: torch.dtype = torch.float
 
 
 def of_tokens(name: str, device: torch.device) -> Case:
-    """As of_samples; a third of the tokens in the first of two rows have no label."""
+    """As of_samples; a third of the tokens in the first of two rows have no label.
+
+    In bfloat16 the logits are half of those in float32, which are made of them: a name for either
+    is over the limit.
+    """
+    name, _, half = name.partition("-")
     layers, length, classes = {
         "activations": ([nn.Embedding(64, 24), mlp(24, *[96] * 4, 8, activation=Keeping)], 128, 8),
         "gradients": ([nn.Embedding(64, 64), *[nn.Linear(64, 64) for _ in range(11)]], 3, 64),
@@ -129,7 +135,7 @@ def of_tokens(name: str, device: torch.device) -> Case:
         targets = draw.randint(classes, (2, length), device=device)
         targets[0, ::3] = -100
         batches.append((draw.randint(64, (2, length), device=device), targets))
-    model = nn.Sequential(*layers).to(device)
+    model = nn.Sequential(*layers).to(device, torch.bfloat16 if half else None)
     return Case(name, model, batches, lambda out, y: F.cross_entropy(out.mT, y))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,15 @@ def retried(call: Callable[[], Any], w: World) -> Any:
     """The call; in a world of this kind the next one, after a good one or the planted error."""
     if "twice" in w.tags:
         call()
-    with suppress(Planted, PlantedInterrupt) if "retried" in w.tags else nullcontext():
+        w.visits("next window")
+    try:
         return call()
+    except BaseException as error:
+        if "planted" in w.tags:
+            anew = "" if error.__context__ is None else "raised anew: "
+            w.notes["error"] = f"{anew}{error!r}"
+        if "retried" not in w.tags or not isinstance(error, (Planted, PlantedInterrupt)):
+            raise
     w.tags.discard("planted")
     return call()
 

@@ -14,7 +14,7 @@ from kit.laws.checks import in_scenario
 from kit.laws.law import Law
 from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import PlantedInterrupt, Trace, World, observe
-from kit.laws.twists import Twist, fails, foreign, stale, trained_before, unused
+from kit.laws.twists import Twist, fails, foreign, frozen, put, stale, trained_before, unused
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.laws import FREE, rounding
 from specs.gradient_accumulation.scenarios import IN_AUTOCAST, in_float64, tag
@@ -50,8 +50,8 @@ def _bad(bad: Mapping[int, tuple[Any, ...]], windows: tuple[Shapes, Shapes] | No
     return Plan(windows or UNEVEN, (trained_before,), bad, refused=True)
 
 
-def _unlabelled(*windows: Any) -> Plan:
-    return Plan(windows, (masked, stale, tag("no labels")), ignore_index=4)
+def _unlabelled(*windows: Any, twists: tuple[Twist, ...] = ()) -> Plan:
+    return Plan(windows, (*twists, masked, stale, tag("no labels")), ignore_index=4)
 
 
 def frozen_in_bfloat16(w: World) -> None:
@@ -59,6 +59,12 @@ def frozen_in_bfloat16(w: World) -> None:
     assert isinstance(w.model, torch.nn.Sequential)
     w.model[0].to(torch.bfloat16).requires_grad_(False)
     w.model[0].register_forward_hook(lambda _, args, out: out.float())
+
+
+def fixed_length(w: World) -> None:
+    """The model has a weight for each of four places, and takes no other length."""
+    w.model.places = torch.nn.Parameter(torch.linspace(0.5, 2.0, 4)[:, None])
+    w.model.register_forward_hook(lambda model, _, out: out * model.places)
 
 
 UNEVEN: tuple[Shapes, Shapes] = (UNEQUAL, ((2, 5, 6),))
@@ -81,6 +87,9 @@ GROUPS: dict[str, dict[str, Plan]] = {
         "a rank without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 3, 0),)),
         "the other rank without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
+        "a rank without labels, frozen weights, and one length": _unlabelled(
+            ((3, 4, 12), (1, 4, 2)), ((2, 4, 0),), twists=(frozen, fixed_length, tag("frozen"))
+        ),
     },
     "older": {
         "stale gradients": Plan(UNEVEN, (stale, trained_before)),
@@ -95,6 +104,7 @@ GROUPS: dict[str, dict[str, Plan]] = {
         for name, *twists in (
             ("the model fails in float64, and the next call", in_float64, fails("model", 2)),
             ("Ctrl-C in the model, and the next call", fails("model", 1, PlantedInterrupt)),
+            ("the model fails, a foreign parameter", foreign, fails("model", 2), tag("foreign")),
         )
     },
     "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
@@ -110,6 +120,9 @@ GROUPS: dict[str, dict[str, Plan]] = {
         **{f"no micro-batch on rank {rank}": _bad({rank: NOTHING}) for rank in (0, 1)},
         "data that cannot be read on rank 1": _bad({1: (UNREADABLE,)}),
         "a window that cannot be read on rank 0": _bad({0: (UNREADABLE,)}, ((), UNEQUAL)),
+        "two shapes on rank 0, under the caller's no_grad": Plan(
+            UNEVEN, (trained_before, put(inside=[torch.no_grad])), {0: SHAPES}, refused=True
+        ),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
     },
     "names": {

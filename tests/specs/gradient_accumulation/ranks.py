@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import UserList
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,6 +80,21 @@ def step_by_hand(answer: Any, rank: int) -> tuple[Tensor, Tensor]:
     batches = [(torch.full((1, 3), rank), labels)]
     share = answer.accumulate_on_ranks(DDP(model), batches, optimizer)
     return torch.as_tensor(share).detach(), model.weight.detach()
+
+
+def averages(answer: Any, rank: int) -> list[list[float]]:
+    """What DDP makes of gradients of 1 and of 3, after a window and after one that fails."""
+    model, window = DDP(language_model()), labelled(UNEQUAL, seed=rank)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for shift in (0, 8):  # there are 8 tokens
+        with suppress(IndexError):
+            answer.accumulate_on_ranks(model, [(x + shift, y) for x, y in window], optimizer)
+        optimizer.zero_grad()
+        own = sum(p.sum() for p in model.parameters()) * (1 + 2 * rank)
+        (model(window[0][0]).sum() * 0 + own).backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        seen.append(torch.cat(gradients).unique().tolist())
+    return seen
 
 
 def sent(answer: Any, rank: int, count: int) -> dict[str, Any]:

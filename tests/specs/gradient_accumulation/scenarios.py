@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -99,6 +100,13 @@ def in_float64(w: World) -> None:
     w.tags.add("float64")
 
 
+class OutOfMemory(torch.OutOfMemoryError):
+    """As an allocator has it: known by its kind, or by its words."""
+
+    def __str__(self) -> str:
+        return "CUDA out of memory"
+
+
 class Checkpointed(nn.Tanh):
     """Runs again in the backward pass, in the older way that libraries still have."""
 
@@ -122,6 +130,38 @@ def kept_losses(w: World) -> None:
 
     w.loss = loss
     w.inside.append(outer)
+
+
+def infinite_loss(w: World) -> None:
+    """Of the second micro-batch."""
+    inputs, targets = w.batches[1]
+    w.batches[1] = (inputs, targets * math.inf)
+
+
+def only_the_loss(w: World) -> None:
+    """The model has nothing to train."""
+    loss_with_a_parameter(w)
+    inner, w.model = w.loss, nn.Sequential(Probe(), nn.Tanh())
+    w.loss = lambda out, y: inner(out[:, :5], y)
+
+
+def refilled(w: World) -> None:
+    """The next window comes in the same tensors."""
+
+    def visit(place: str) -> None:
+        for tensor in itertools.chain(*w.batches) if place == "next window" else ():
+            tensor[:, 1:] = tensor[:, :1]
+
+    w.visits, w.tags = visit, {*w.tags, "twice"}
+
+
+def in_autocast(**options: Any) -> Row:
+    """The caller is inside an autocast, in which the model has not run yet."""
+
+    def twist(w: World) -> None:
+        w.inside.append(lambda: torch.autocast(w.device.type, **options))
+
+    return (twist, tag("the caller's autocast"))
 
 
 def gradient_of_another(w: World) -> None:
@@ -152,6 +192,14 @@ OLDER: dict[str, Row] = {
 }
 OWN_LOSS: dict[str, Row] = {
     "a loss with a parameter": (loss_with_a_parameter, trained_before),
+    "a model without parameters": (only_the_loss,),
+}
+LOSSES: dict[str, Row] = {
+    "a loss that is logged": (kept_losses,),
+    "a loss of 0, and below, with a gradient": (
+        put(loss=lambda out, y: (out - out.detach()).mean() - len(out) // 2),
+    ),
+    "an infinite loss": (infinite_loss,),
 }
 NO_GRADIENT: dict[str, Row] = {"a parameter without a gradient": (unused,)}
 FOREIGN: dict[str, Row] = {
@@ -163,12 +211,15 @@ FOREIGN: dict[str, Row] = {
 
 
 def failing(place: str, *numbers: int, tags: Iterable[str] = ()) -> dict[str, Row]:
-    """An error at each of these visits of model, loss, step or data; and Ctrl-C at the last."""
+    """An error at each of these visits of model, loss, step or data; others at the last."""
     rows: dict[str, Row] = {
         f"the {place} fails at {n}": (trained_before, fails(place, n), tag(*tags)) for n in numbers
     }
-    name, last = f"Ctrl-C in the {place}", numbers[-1]
-    return rows | {name: (trained_before, fails(place, last, PlantedInterrupt), tag(*tags))}
+    others = {"Ctrl-C": PlantedInterrupt, "out of memory": OutOfMemory}
+    return rows | {
+        f"{name} in the {place}": (trained_before, fails(place, numbers[-1], error), tag(*tags))
+        for name, error in others.items()
+    }
 
 
 ERRORS = {
@@ -181,6 +232,7 @@ ERRORS = {
         fails("step", 1, PlantedInterrupt),
         tag("retried"),
     ),
+    "a foreign parameter, and the model fails": (foreign, fails("model", 2), tag("foreign")),
 }
 IN_AUTOCAST: Row = (inside_autocast(torch.bfloat16), tag("the caller's autocast"))
 AUTOCAST = {
@@ -189,6 +241,7 @@ AUTOCAST = {
         *IN_AUTOCAST,
         fails("backward", 2),
     ),
+    "with autocast off, inside the caller's autocast": (*IN_AUTOCAST, *in_autocast(enabled=False)),
 }
 NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
@@ -214,25 +267,34 @@ def bad(kinds: Mapping[str, tuple[Any, ...]], *places: int, tags: Iterable[str] 
     }
 
 
+UNDER: dict[str, Row] = {
+    f"{what} under the caller's {name}": (*row, put(inside=[mode]), tag("early"))
+    for name, mode in {"no_grad": torch.no_grad, "inference mode": torch.inference_mode}.items()
+    for what, row in {
+        "the model fails": (fails("model"),),
+        **bad({"three tensors": NO_PAIRS["three tensors"]}, 0),
+    }.items()
+}
 NOTHING: dict[str, Row] = {"no micro-batch": refused(lambda w: w.batches.clear(), mentions=("0",))}
 ACCUMULATE: dict[str, Rows] = {
     "window": {
         "9, 1 and 4 samples": (),
         "one micro-batch, and a loss that is overwritten": (only(0), overwritten_loss),
-        "a loss that is logged": (kept_losses,),
         "micro-batches of one size, the last smaller": (sizes(3, 3, 3, 3, 2),),
         "12 micro-batches": (sizes(*range(1, 13)),),
         "the same micro-batch again": (repeated,),
         "nothing but the same micro-batch": (only(1, 1),),
+        "the same tensors, filled anew": (refilled,),
         "samples of several lengths": (sequences,),
         "tied weights": (tied,),
+        **LOSSES,
     },
     "step": STEPS,
     "older": OLDER | OWN_LOSS,
     "modes": MODES | BATCH_NORM,
     "no gradient": NO_GRADIENT,
     "foreign": FOREIGN,
-    "errors": ERRORS | failing("loss", 3),
+    "errors": ERRORS | failing("loss", 3) | UNDER,
     "autocast": AUTOCAST,
     "bad": {**bad(NO_PAIRS, 0, 1, 2), **NOTHING},
 }

@@ -67,7 +67,7 @@ class TestPart2AccumulateTokens:
         OF_TOKENS.hold(answer, device, "modes")
 
     @pytest.mark.saves("accumulate_tokens", "window")
-    @memory.CASES
+    @memory.CASES_OF_TOKENS
     def test_a_window_of_tokens_peaks_as_one_micro_batch(self, answer, reference, device, case):
         """Whatever the number of micro-batches; the formulas are in memory.py."""
         memory.check_peak(

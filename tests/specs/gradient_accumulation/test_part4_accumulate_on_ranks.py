@@ -121,6 +121,9 @@ class TestPart4AccumulateOnRanks:
     def test_ddp_synchronises_again_after_an_error(self, answer, world):
         """And the next window is like any other."""
         ON_RANKS.hold_on(world, answer, "after errors")
+        what = "averages of the caller's 1 and 3 on each rank, after a window and after an error"
+        cause = "DDP has another communication hook, or a flag is set by hand"
+        check_equal(world.run(answer, ranks.averages), [[[2.0], [2.0]]] * 2, what, cause=cause)
 
     @pytest.mark.survives("accumulate_on_ranks", "Raises")
     def test_a_bad_window_on_one_rank_is_refused_by_all(self, answer, world):

@@ -64,6 +64,8 @@ class TestPart5MixedPrecision:
         yield "0.1 at 256 to 8192", 3.2, 0.1, 256, 8192, "linear"
         yield "0.4 at 12 to 3", 0.1, 0.4, 12, 3, "linear"
         yield "0.3 at 6 to 10", 0.5, 0.3, 6, 10, "linear"
+        yield "0.1 at 256 to 65,536", 25.6, 0.1, 256, 65536, "linear"
+        yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
     @follows("the ratio is upside down or whole numbers only, or the rules are exchanged")
@@ -72,6 +74,8 @@ class TestPart5MixedPrecision:
         yield "0.4 at 12 to 3", 0.2, 0.4, 12, 3, "sqrt"
         yield "0.6 at 4 to 9", 0.9, 0.6, 4, 9, "sqrt"
         yield "0.7 at 1 to 1", 0.7, 0.7, 1, 1, "sqrt"
+        yield "0.1 at 256 to 65,536", 1.6, 0.1, 256, 65536, "sqrt"
+        yield "1.6 at 65,536 to 256", 0.1, 1.6, 65536, 256, "sqrt"
 
     @pytest.mark.exact("train_epoch", 3)
     def test_runs_forward_and_loss_under_autocast_and_backward_outside(self, answer, device):
@@ -122,11 +126,14 @@ class TestPart5MixedPrecision:
     @pytest.mark.survives("scaled_lr", "Raises")
     @refuses("this input is not checked, or the message does not say which value was wrong")
     def test_scaled_lr_refuses_what_has_no_meaning(self):
-        for rule in ("cubic", "Linear"):
-            yield f"rule {rule}", rule, 0.1, 4, 8, rule
-            yield f"rule {rule}, one size", rule, 0.1, 4, 4, rule
-        for lr in (0.0, -0.1, -1e-5, math.nan):
-            yield f"lr {lr}", lr, lr, 4, 8, "linear"
-        for size in (0, -4):
-            yield f"batch_size {size}", size, 0.1, size, 8, "linear"
-            yield f"new_batch_size {size}", size, 0.1, 4, size, "sqrt"
+        for rule in ("cubic", "Linear", "", "lin", "ear", "linear ", "linear sqrt", "linearsqrt"):
+            yield f"rule {rule!r}", rule, 0.1, 4, 8, rule
+            yield f"rule {rule!r}, one size", rule, 0.1, 4, 4, rule
+        for rule in ("linear", "sqrt"):
+            for lr in (0.0, -0.1, -1e-5, math.nan):
+                yield f"lr {lr}, {rule}", lr, lr, 4, 8, rule
+                yield f"lr {lr}, {rule}, one size", lr, lr, 4, 4, rule
+            for size in (0, -4):
+                yield f"batch_size {size}, {rule}", size, 0.1, size, 8, rule
+                yield f"new_batch_size {size}, {rule}", size, 0.1, 4, size, rule
+                yield f"both sizes {size}, {rule}", size, 0.1, size, size, rule

@@ -126,6 +126,8 @@ TOKENS: dict[str, Rows] = {
         "2,049 of 2,400 tokens labelled": (of((4, 600, 2049), (1, 4, 4)),),
         "12 micro-batches": (of(*[(2, n, n) for n in range(1, 13)]),),
         "the same micro-batch again": (repeated,),
+        "the same tensors, filled anew": (of_samples.refilled, tag("no labels")),
+        "infinite losses": (masked,),
     },
     "16 bits": {
         "a model in float16": in_sixteen_bits(torch.float16),
@@ -148,6 +150,10 @@ TOKENS: dict[str, Rows] = {
         "logits transposed": (transposed,),
         "as many places as classes": (of((1, 5, 3), (3, 5, 8)), transposed),
     },
-    "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS | of_samples.AUTOCAST,
+    "others": of_samples.NO_GRADIENT
+    | of_samples.FOREIGN
+    | of_samples.ERRORS
+    | of_samples.AUTOCAST
+    | of_samples.UNDER,
     "bad": {**bad(NO_TOKENS, 0, 1, 3), **of_samples.NOTHING, **NO_LABEL},
 }

@@ -6,6 +6,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from kit.laws import draw
 from kit.laws.checks import check_equal
@@ -71,6 +72,9 @@ class TestPart1Checkpoint:
         rows, one = w.leaf(40, 1), nn.Linear(1, 3)
         many = lambda c: torch.stack([c(lambda a: one(a).exp(), r) for r in rows])  # noqa: E731
         yield "one module, 40 times", many
+        pruned = prune.identity(nn.Linear(7, 5), "weight")  # by a hook
+        pruned.register_forward_hook(lambda _, args, out: out * 3)
+        yield "a pruned layer with a hook on its output", lambda c: c(pruned, x)
 
     @pytest.mark.exact("checkpoint", "gradients")
     @w.as_plain(
@@ -106,6 +110,11 @@ class TestPart1Checkpoint:
         hooked = w.leaf(4, 5)
         hooked.register_hook(lambda grad: grad * 10)
         yield "a hook on the argument", lambda c: c(model, hooked)
+        yield "an empty batch", lambda c: c(model, x[:0]).sum()
+        norm = nn.BatchNorm1d(5)
+        reset, count = norm.reset_running_stats, norm.num_batches_tracked
+        step = lambda c: (reset(), y := c(norm, x), norm(-x), w.loss_of(y).backward(), y.detach())  # noqa: E731
+        yield "batch norm sees another batch before backward", lambda c: step(c)[-1] * (count > 1)
 
     @pytest.mark.exact("checkpoint", "data")
     @w.as_plain("a Function none of whose inputs requires a gradient is left out of the graph")
@@ -187,11 +196,12 @@ class TestPart1Checkpoint:
         w.check_bytes(title, peak, calls, limit, formula, cause)
 
     @pytest.mark.saves("checkpoint", "freed")
-    @pytest.mark.parametrize("kind", [1, 2, "frozen"])
+    @pytest.mark.parametrize("kind", [1, 2, "frozen", "one of two dropped", "retained before"])
     def test_the_backward_pass_frees_what_was_kept(self, answer, reference, device, kind):
         """Bar: the output, which is still in hand, + 8 KiB. The argument has 32 KiB.
 
-        Of two outputs one is not used: the argument may wait for it, but no inside of 64 KiB.
+        Of two outputs one is not used: the argument may wait for it, but no inside of 64 KiB. If it
+        was dropped, nothing may.
         """
         model, x = mlp(32, 64, 48, device=device), draw.randn(256, 32, device=device)
         other, scale = mlp(32, 64, 48, device=device), draw.randn(1, device=device)
@@ -200,12 +210,16 @@ class TestPart1Checkpoint:
             model, other, x.requires_grad_(kind != "frozen"), scale.requires_grad_()
         )
         outputs = 2 if kind == 2 else 1
-        function = model if outputs == 1 else lambda a: (model(a), other(a))
+        both = lambda a: (model(a), other(a))  # noqa: E731
+        function = both if kind in (2, "one of two dropped") else model
 
         def left(call, kept):
             out = call(function, x * 2)
-            kept += [out] if outputs == 1 else out
-            w.loss_of(kept[0] * scale).backward()
+            kept += out[:outputs] if isinstance(out, tuple) else [out]
+            loss = w.loss_of(kept[0] * scale)
+            if kind == "retained before":
+                loss.backward(retain_graph=True)
+            loss.backward()
 
         calls = answer.checkpoint, reference.checkpoint, w.plain_call
         limit = outputs * 256 * 48 * 4 + (outputs - 1) * x.nbytes + 8192
@@ -258,10 +272,12 @@ class TestPart1Checkpoint:
         model = w.probed(nn.Linear(5, 5), nn.Dropout(0.5))
         with torch.inference_mode():
             x = w.data(3, 5)
+            refused = lambda c: c(lambda a, xs: model(a.add_(xs[0])), x * 1, [x])  # noqa: E731
             yield "inference_mode", lambda c: c(model, x)
+            yield "inference_mode, an argument is changed by a tensor in a list", refused
         with torch.no_grad():
             yield "no_grad", lambda c: c(model, x)
-            yield "no_grad, a tensor in a list", lambda c: c(lambda xs: model(xs[0]), [x])
+            yield "no_grad, an argument is changed by a tensor in a list", refused
 
     @pytest.mark.survives("checkpoint", 6)
     @pytest.mark.filterwarnings("ignore:Using backward")

@@ -48,6 +48,15 @@ class TestPart2SecondRun:
         layers[0][0].weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", lambda c: c(layers[1], c(layers[0], x))
 
+        def seeded_twice(call):
+            draw.seed(8)
+            out = call(layers[2], x)
+            draw.seed(8)
+            w.loss_of(out).backward()
+            return out.detach()
+
+        yield "seeded alike before the call and before backward", seeded_twice
+
     @pytest.mark.gpu
     @pytest.mark.works("checkpoint", "random state")
     @w.as_plain("the state of the cuda generator is not restored, or not put back")
@@ -112,7 +121,8 @@ class TestPart2SecondRun:
             def function(a, none, scale, b, which, *rest):
                 call.note((none, scale, rest[0] is NAME, rest[1:]))
                 out = (a * b).sin() * scale
-                return scale, out, None, True, a.exp() + b, rest[0], which.flip(0), b[which]
+                others = rest[0], which.flip(0), b[which], *rest[1:4]
+                return scale, out, None, True, a.exp() + b, *others
 
             out = call(function, a, None, 3, b, which, NAME, [1, 2], {"k": None}, "word", NORM)
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
@@ -139,6 +149,9 @@ class TestPart2SecondRun:
         yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
         yield "one tensor twice", all_of(lambda x: (y := x * v, y))
         yield "one tensor twice, and another", all_of(lambda x: (y := x * v, y, x + v))
+        aliases = lambda x: ((y := x * v).detach(), y, y[:], y.detach(), x.detach(), x)  # noqa: E731
+        yield "a tensor, and the same without its graph", all_of(aliases)
+        yield "an auxiliary loss", all_of(lambda x: (x * v, x.square().mean()))
 
         changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
         yield "changed in place", changed(lambda x: x * v)

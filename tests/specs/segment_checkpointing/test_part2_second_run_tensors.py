@@ -1,6 +1,6 @@
 """Tensors that are given and returned: not used, twice, hidden, or changed in place."""
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from functools import partial
 
 import pytest
@@ -48,11 +48,11 @@ class TestPart2Tensors:
             def step(call, which=which):
                 args, runs = arguments(), []
 
-                def function(a, b, i, c):
+                def function(a, b, i, c, scale, rows):
                     runs.append(1)
-                    return (a * b).exp()[i] * c.real
+                    return (a * b).exp()[i] * c.real * scale * rows
 
-                loss = call(function, *args).sum()
+                loss = call(function, *args[:-1], args[-1][1:]).sum()
                 loss.backward(retain_graph=True)
                 with torch.no_grad():
                     (*args, args[0][1:])[which].add_(1)
@@ -89,17 +89,16 @@ class TestPart2Tensors:
     @pytest.mark.survives("checkpoint", "Raises")
     @w.refuses("no version (tensor._version) is compared before and after the first run")
     def test_refuses_a_function_that_changes_its_argument(self):
+        results = {"numbers": torch.exp, "a mask": lambda a: a > 0, "nothing": lambda a: None}
         for which, name in enumerate(ARGUMENTS):
+            for what, result in results.items():
 
-            def function(a, b, i, c, which=which):
-                (a, b, i, c, a[1:])[which].add_(1)
-                return (a * b).exp()[i] * c.real
+                def function(*args, which=which, result=result):
+                    (*args, args[0][1:])[which].add_(1)
+                    return result(args[0])
 
-            yield (
-                f"the function changes {name}",
-                RuntimeError,
-                lambda c, f=function: c(f, *arguments()),
-            )
+                step = lambda call, f=function: call(f, *arguments())  # noqa: E731
+                yield f"the function changes {name} and returns {what}", RuntimeError, step
         in_place = lambda call: call(nn.ReLU(inplace=True), arguments()[0])  # noqa: E731
         yield "an in-place layer", RuntimeError, in_place
 
@@ -136,13 +135,17 @@ class TestPart2Tensors:
     @pytest.mark.survives("checkpoint", "Raises")
     def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
         x, runs = draw.randn(5, device=device, requires_grad=True), []
-        hidden = {"list": [x], "list of lists": [[x]], "list, of data": [x.detach()]}
-        hidden |= {"tuple": (1, x), "namedtuple": w.Pair(1, x)}
-        hidden |= {"dict": {"x": x}, "OrderedDict": OrderedDict(x=x)}
-        for name, given in hidden.items():
-            call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)
-            when, kind = f"for a tensor in a {name} that is given", type(given).__name__
-            check_raises(call, TypeError, mentions=[kind], when=when)
+        kinds = {"": x, ", of data": x.detach(), ", of indices": x.argsort()}
+        kinds[", of parameters"] = nn.Parameter(x.detach())
+        for what, t in kinds.items():
+            hidden = {"list": [t], "list of lists": [[t]], "tuple": (1, t)}
+            hidden |= {"namedtuple": w.Pair(1, t), "dict": {"x": t}, "dict in a list": [{"x": t}]}
+            hidden |= {"OrderedDict": OrderedDict(x=t), "defaultdict": defaultdict(list, x=[t])}
+            hidden["dict of one's own"] = type("Batch", (dict,), {})(x=t)
+            for name, given in hidden.items():
+                call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)
+                when, kind = f"for a tensor in a {name}{what} that is given", type(given).__name__
+                check_raises(call, TypeError, mentions=[kind], when=when)
         cause = "arguments are looked at after the first run"
         check_equal(len(runs), 0, "runs of a function that is refused its arguments", cause=cause)
 
@@ -154,6 +157,8 @@ class TestPart2Tensors:
             (lambda t: [t], lambda result: result[0]),
             (lambda t: {"y": t}, lambda result: result["y"]),
             (lambda t: (t, [[t.exp()]]), lambda result: result[1][0][0]),
+            (lambda t: OrderedDict(y=t), lambda result: result["y"]),
+            (lambda t: (t, OrderedDict(y=w.Pair(1, t))), lambda result: result[1]["y"][1]),
         ):
 
             def ask(call, hide=hide, find=find):
@@ -163,8 +168,9 @@ class TestPart2Tensors:
 
 
 def arguments():
-    complexes = w.data(3, dtype=torch.complex64)
-    return w.leaf(5) * 1, w.data(5), torch.arange(3), complexes
+    complexes, scale, rows = w.data(3, dtype=torch.complex64), torch.tensor(2.0), w.data(3, 3)
+    return w.leaf(5) * 1, w.data(5), torch.arange(3), complexes, scale, rows
 
 
-ARGUMENTS = ("the input", "a tensor without gradient", "indices", "complex numbers", "a view of it")
+ARGUMENTS = ("the input", "a tensor without gradient", "indices", "complex numbers")
+ARGUMENTS += ("a scale of 0 dimensions", "rows of a batch", "a view of the input")

@@ -162,6 +162,11 @@ class TestPart4Snapshots:
         hooked = w.leaf(13, 5)
         hooked.register_hook(lambda grad: grad * 10)
         yield "a hook on the input", layers, hooked, 2
+        layers = w.chain(6, x.device)[0]
+        for layer in layers:  # backward multiplies matrices of its own
+            layer.linear.weight.register_hook(lambda grad: (grad @ grad).float())
+        with torch.autocast(x.device.type, torch.bfloat16):
+            yield "a head in the loss, and hooks, under autocast", layers, x, 2, WithHead(5, 3)
 
     @pytest.mark.exact("backward_with_snapshots", "runs")
     @runs("another schedule is run than is counted, or the loss is computed again")
@@ -222,7 +227,7 @@ class TestPart4Snapshots:
     def test_an_error_in_any_run_comes_through_and_changes_nothing(self, answer, device, end):
         """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later.
 
-        An error in each other run, and Ctrl-C in the rest.
+        An error in each other run, Ctrl-C in the rest, and either in the loss.
         """
         x, head = draw.randn(13, 5, device=device, requires_grad=True), WithHead(5, 3).to(device)
 
@@ -231,15 +236,17 @@ class TestPart4Snapshots:
             for layer in layers:
                 layer.register_forward_pre_hook(lambda *_: ends() if len(log) == last else None)
             draw.seed(5)
-            call(layers, x, head, 2)
+            loss_fn = lambda out: (head(out), ends() if last < 0 else None)[0]  # noqa: E731
+            call(layers, x, loss_fn, 2)
 
-        for last in range(end == "ctrl_c", 6 + closed_form(6, 2), 2):
+        for last in (*range(end == "ctrl_c", 6 + closed_form(6, 2), 2), -1):
             check_ending(partial(step, call=answer.backward_with_snapshots), end, lambda: None)
             got = draw.next_random(device)
             plain = partial(step, call=plain_backward)
             check_ending(plain, end if last < 6 else "success", lambda: None)
             cause = "the stream of a layer's second run is not put back when it fails: use `with`"
-            what = f"the next random numbers after an error in run {last + 1}"
+            where = f"run {last + 1}" if last >= 0 else "the loss"
+            what = f"the next random numbers after an error in {where}"
             check_equal(got, draw.next_random(device), what, cause=cause)
 
     @pytest.mark.survives("backward_with_snapshots", 3)
