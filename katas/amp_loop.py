@@ -78,7 +78,7 @@ def train_step(
         max_norm: above 0; clips to this norm.
 
     Raises:
-        on another dtype, scaler, max_norm or batch (its lengths).
+        another dtype, scaler, max_norm or batch (its lengths).
 
     Details:
         1. Parameters without a gradient in this step are not stepped, whatever they had before.
@@ -120,7 +120,7 @@ class LossScaler:
         1. Optimizers share the scale: each is skipped for its own overflow only, and one update
            ends the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other real dtypes are fine.
-        3. Huge finite gradients are no overflow. No scale exceeds float32.
+        3. Huge finite gradients are no overflow; no scale exceeds float32.
         4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates (no load
@@ -281,4 +281,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub f460b7bc3e55
+# untouched stub b9d4498d7191

@@ -255,6 +255,8 @@ def _window_step(
 ) -> WindowResult:
     samples = _count_samples(batches)
     optimizer.zero_grad()
+    # An autocast of the caller keeps copies of weights, in its own dtype.
+    torch.clear_autocast_cache()
     try:
         shares = []
         for inputs, targets in batches:
@@ -275,7 +277,7 @@ def _window_step(
         skipped = _step(optimizer, scaler)
     finally:
         optimizer.zero_grad()
-    torch.clear_autocast_cache()  # or an autocast of the caller gives the next window old weights
+    torch.clear_autocast_cache()  # or the caller goes on with old weights
     return WindowResult(torch.stack(shares).sum(), grad_norm.float(), skipped)
 
 

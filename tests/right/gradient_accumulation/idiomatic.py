@@ -182,6 +182,7 @@ def _train_window(
     samples = sum(counts)
 
     optimizer.zero_grad()
+    torch.clear_autocast_cache()  # the caller's may be of another dtype
     total = 0.0
     for (inputs, targets), count in zip(batches, counts, strict=True):
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):

@@ -14,6 +14,7 @@ from kit.laws.twists import (
     frozen,
     gradient,
     huge,
+    inside_autocast,
     joins,
     loss_with_a_matrix_product,
     loss_with_a_parameter,
@@ -42,7 +43,6 @@ from specs.gradient_accumulation.scenarios import (
     bad,
     failing,
     gradient_of_another,
-    in_autocast,
     in_float64,
     norm_first,
     only,
@@ -204,7 +204,10 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "samples of several lengths": (sequences,),
         "a model without parameters": (only_the_loss,),
         **{
-            f"inside the caller's autocast to {str(dtype)[6:]}": in_autocast(dtype=dtype)
+            f"inside the caller's autocast to {str(dtype)[6:]}": (
+                inside_autocast(dtype),
+                tag("the caller's autocast"),
+            )
             for dtype in (torch.bfloat16, torch.float16)
         },
     },

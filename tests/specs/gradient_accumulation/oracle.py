@@ -79,6 +79,7 @@ def train_epoch(w: World) -> list[Window]:
     has_scaler = w.grad_scaler is not None and w.grad_scaler.is_enabled()
     _refuse_unless(has_scaler == (w.dtype == torch.float16))
     _refuse_unless(max_norm is None or max_norm > 0)
+    torch.clear_autocast_cache()
     results, source = list[Window](), iter(loader)
     try:
         while window := [batch for _, batch in zip(range(size), source, strict=False)]:
