@@ -55,8 +55,8 @@ def build(
 
     Details:
         1. `init` draws from the default generator, which has the same state on every rank; what
-           it draws in one process is all that moves the generator. It knows a module by
-           isinstance(), for fully_shard changes its type().
+           it draws in one process is all that moves the generator; make_optimizer draws nothing.
+           `init` knows a module by isinstance(), for fully_shard changes its type().
         2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
            it anew, and the last one counts.
         3. Train mode and requires_grad stay as make_model has left them.
@@ -161,4 +161,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 593821132e67
+# untouched stub c1bcfb097103

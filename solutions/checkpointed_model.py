@@ -281,7 +281,8 @@ class _Found:
     def __enter__(self) -> None:
         self.own = [module._buffers for module in self.modules]
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
-        self._swap_modes()
+        self.own_modes = [module.training for module in self.modules]
+        self._set_modes(self.modes)
         # Copies once more: there may be a second backward pass.
         self._set(_copied(self.buffers), self.states)
         # Only now: a selective recomputation knows the operations of the first run, and would not
@@ -292,11 +293,11 @@ class _Found:
         self.replaying.__exit__(*error)
         # Always: a recomputation that has all that it needs ends by an exception.
         self._set(self.own, self.now)
-        self._swap_modes()
+        self._set_modes(self.own_modes)
 
-    def _swap_modes(self) -> None:
-        for number, module in enumerate(self.modules):
-            module.training, self.modes[number] = self.modes[number], module.training
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, mode in zip(self.modules, modes, strict=True):
+            module.training = mode
 
     def _set(
         self, buffers: list[dict[str, Tensor | None]], states: list[tuple[Generator, Tensor]]

@@ -71,8 +71,8 @@ def build(
 
     Details:
         1. `init` draws from the default generator, which has the same state on every rank; what
-           it draws in one process is all that moves the generator. It knows a module by
-           isinstance(), for fully_shard changes its type().
+           it draws in one process is all that moves the generator; make_optimizer draws nothing.
+           `init` knows a module by isinstance(), for fully_shard changes its type().
         2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
            it anew, and the last one counts.
         3. Train mode and requires_grad stay as make_model has left them.
@@ -227,7 +227,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     dcp.load(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=newest
     )
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": state}
+    # Together: a module may refuse its extra state on one rank alone.
+    _together(lambda: set_state_dict(model, optimizer, **states))
     optimizer.state.update(kept)  # it was read to, and torch has left it out here too
     return int(newest.name)
 
@@ -327,4 +329,5 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         return found
 
     options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, _together(read), options=options)
+    weights = _together(read)
+    _together(lambda: set_model_state_dict(model, weights, options=options))

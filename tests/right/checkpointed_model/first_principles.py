@@ -44,13 +44,13 @@ def _modes_of(modules: Iterable[nn.Module]) -> Modes:
 @contextmanager
 def _in_modes(modes: Modes) -> Iterator[None]:
     """Let the modules be in `modes`, as at the time of the forward pass, and put back what is."""
-    changed = [(module, module.training) for module, mode in modes if module.training is not mode]
+    before = [(module, module.training) for module, _ in modes]
     try:
         for module, mode in modes:
             module.training = mode
         yield
     finally:
-        for module, mode in changed:
+        for module, mode in before:
             module.training = mode
 
 

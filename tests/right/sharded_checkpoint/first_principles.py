@@ -517,4 +517,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
                 start, stop = _own_rows(len(value), mesh)
                 value.to_local().copy_(saved[name][start:stop])
         others = {n: saved[n] for n, value in contents.items() if not isinstance(value, DTensor)}
-        _set_others(model, contents, others)
+        _together(mesh, f"setting {path}", lambda: _set_others(model, contents, others))

@@ -243,9 +243,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         if key.startswith("optimizer."):
             name, _, entry = key.removeprefix("optimizer.").rpartition(".")
             state.setdefault(indices[shards[name]], {})[entry] = value
-    model.load_state_dict(
-        {key.removeprefix("model."): v for key, v in values.items() if key.startswith("model.")}
-    )
+    weights = {k.removeprefix("model."): v for k, v in values.items() if k.startswith("model.")}
+    _everywhere(lambda: model.load_state_dict(weights))
     optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
     for param in shards.values():
         param.grad = None
@@ -291,4 +290,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     for name, value in own.items():
         if isinstance(value, DTensor):
             state[name] = _rows(state[name], mesh)
-    model.load_state_dict(state)
+    _everywhere(lambda: model.load_state_dict(state))

@@ -1,5 +1,6 @@
 """Blocks with a state of their own, and chains of them in which each step is tried."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,16 @@ class Counting(nn.Module):
         self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
         self.last = y.detach().mean()
         return x + torch.tanh(y)
+
+
+class Growing(Counting):
+    """Its first call registers one more buffer, a large one."""
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.zeros(2**19, device=x.device))
+        self.table += 1
+        return super().forward(x * 0.9 ** self.table.mean())
 
 
 class Resetting(Counting):
@@ -162,6 +173,13 @@ def call(run, block, x, /, *args, **kwargs):
     return run(block, x, *args, state=[block, *getattr(block, "generators", ())], **kwargs)
 
 
+def failed(model):
+    """Each block was called with an input that is too narrow for it."""
+    for block in model.order:
+        with suppress(RuntimeError):
+            block(torch.ones(*SHAPE[:-1], WIDTH - 1, device=block.up.weight.device))
+
+
 class Chain(nn.Module):
     """Blocks that are called in this order, wherever in the tree they are."""
 
@@ -179,6 +197,7 @@ def chain(
     tree=nn.ModuleList,
     prepared=lambda model: None,  # happens before blocks are checkpointed
     later=lambda model: None,  # after that, and may give another model
+    kinds=(),  # the classes whose blocks are checkpointed, if not that of the first block
     call=call,
     spoil=None,  # changes model, x, args or kwargs of the first call between the passes
     step=None,
@@ -191,7 +210,8 @@ def chain(
         order = make()
         model = Chain(order, tree(order)).to(device)
         prepared(model)
-        prepare(model, type(order[0]))
+        for kind in kinds or [type(order[0])]:
+            prepare(model, kind)
         model = later(model) or model
         inputs = [draw.randn(*shape, device=device, requires_grad=grad) for _ in range(passes)]
         leaves = [*inputs]

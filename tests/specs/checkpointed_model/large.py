@@ -1,5 +1,6 @@
 """LargeModels: the same step through the model, and block by block; the bytes that they take."""
 
+import copy
 import functools
 
 import torch
@@ -20,7 +21,9 @@ def large(
     dropout=0.25,
     masks=0,  # of these first passes; the others have none
     passes=1,
+    share=0.3,  # of such a mask that is True
     rows=SHAPE[0],
+    dtype=torch.float32,
     grad=True,  # of x
     frozen=lambda name: False,  # whether a parameter of this name is
     before=lambda model: model,  # happens before the step; gives the model that makes it
@@ -32,14 +35,15 @@ def large(
     def build(answer, device, is_answer):
         draw.seed(3)
         options = {"dropout": dropout, "use_checkpoint": use, "segment_size": size}
-        model = answer.LargeModel(layers, WIDTH, **options).to(device)
+        model = answer.LargeModel(layers, WIDTH, **options).to(device, dtype)
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen(name))
         model = before(model.train(train))
         shape = (rows, *SHAPE[1:])
-        x = [draw.randn(*shape, device=device, requires_grad=grad) for _ in range(passes)]
+        like = {"device": device, "dtype": dtype, "requires_grad": grad}
+        x = [draw.randn(*shape, **like) for _ in range(passes)]
         inputs = [x[0] * 1, *x[1:]]  # a leaf could not be changed in place
-        given = [draw.rand(*shape[:2], device=device) < 0.3 * (n + 1) for n in range(masks)]
+        given = [draw.rand(*shape[:2], device=device) < share * (n + 1) for n in range(masks)]
         pairs = list(zip(inputs, [*given, *[None] * (passes - masks)], strict=True))
 
         def run(x, mask):
@@ -55,6 +59,21 @@ def large(
         return Step(model, forward, counted, x if grad else [], **step, **between)
 
     return build
+
+
+def stepped(model):
+    """A step has been made."""
+    device = next(model.parameters()).device
+    model(torch.ones(SHAPE, device=device, requires_grad=True)).sum().backward()
+    model.zero_grad()
+
+
+def replaced(model):
+    """After a step one layer is another, and draws random numbers."""
+    stepped(model)
+    model.layers[1] = copy.deepcopy(model.layers[2])
+    model.layers[1].dropout.p = 0.5
+    return model
 
 
 @scenarios("the step")

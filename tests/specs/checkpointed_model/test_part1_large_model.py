@@ -19,6 +19,7 @@ from specs.checkpointed_model.large import (
     of_model,
     one_input,
     peak,
+    replaced,
 )
 from specs.checkpointed_model.steps import SHAPE, WIDTH, autocast
 
@@ -95,6 +96,7 @@ class TestPart1LargeModel:
         yield "one row", large(rows=1)
         yield "a mask", large(masks=1)
         yield "autocast", large(outer=autocast(torch.bfloat16))
+        yield "float64", large(dtype=torch.float64)
         biases = lambda name: name.endswith("bias")  # noqa: E731
         yield "frozen biases, x without gradient", large(frozen=biases, grad=False)
         yield "the first block in eval mode", large(before=_first_in_eval)
@@ -113,6 +115,9 @@ class TestPart1LargeModel:
         yield "dropout", large()
         yield "x without gradient", large(grad=False)
         yield "one block, a mask, no dropout", large(1, masks=1, dropout=0.0)
+        for share in (0.0, 1.0):
+            yield f"a mask that is {share > 0} everywhere", large(masks=1, share=share)
+        yield "a layer replaced by one with dropout", large(dropout=0.0, before=replaced)
 
     @pytest.mark.exact("LargeModel", "keys")
     def test_has_the_keys_of_the_blocks_alone(self, answer):

@@ -2,12 +2,13 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 from kit.laws.checks import check_raises
-from specs.checkpointed_model.large import as_without, guarded, large
+from specs.checkpointed_model.large import as_without, guarded, large, stepped
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, twice
 
 
@@ -58,17 +59,19 @@ class TestPart1LargeModelDetails:
     def test_notices_what_is_changed_between_the_passes(self):
         """Autograd refuses a saved tensor that has changed; a checkpoint saves what it is given."""
         changes = {
-            "the input": (1, lambda model, x, mask: x.detach().zero_()),
-            "the mask": (1, lambda model, x, mask: mask.logical_not_()),
-            "the mask, in segments": (2, lambda model, x, mask: mask.logical_not_()),
-            "a frozen weight": (1, lambda model, *_: model.layers[1].up.weight.detach().mul_(2)),
-            "a bias, in segments": (2, lambda model, *_: model.layers[0].up.bias.detach().mul_(2)),
-            "the mode": (1, lambda model, *_: model.eval()),
-            "a block's mode, in segments": (2, lambda model, *_: model.layers[1].eval()),
+            "the input": lambda model, x, mask: x.detach().zero_(),
+            "the mask": lambda model, x, mask: mask.logical_not_(),
+            "a weight": lambda model, *_: model.layers[1].up.weight.detach().mul_(2),
+            "a bias": lambda model, *_: model.layers[0].up.bias.detach().mul_(2),
+            "the mode": lambda model, *_: model.eval(),
+            "a block's mode": lambda model, *_: model.layers[1].eval(),
         }
-        for what, (size, spoil) in changes.items():
-            options = {"size": size, "masks": 1, "frozen": partial(_in_blocks, "1")}
-            yield what, *(large(**options, spoil=s) for s in (spoil, None))
+        for (what, spoil), size, frozen in product(changes.items(), (1, 2), "10"):
+            grad = frozen == "1"  # with block 0 frozen nothing before block 1 has a gradient
+            options = {"size": size, "masks": 1, "grad": grad}
+            options["frozen"] = partial(_in_blocks, frozen)
+            name = f"{what}, segments of {size}, frozen is {frozen}, x with gradient: {grad}"
+            yield name, *(large(**options, spoil=s) for s in (spoil, None))
         held = []
 
         def spoilt_between(loss):
@@ -172,16 +175,10 @@ def _in_blocks(numbers, name):
     return name.startswith(tuple(f"layers.{n}." for n in numbers))
 
 
-def _stepped(model):
-    device = next(model.parameters()).device
-    model(torch.ones(SHAPE, device=device, requires_grad=True)).sum().backward()
-    model.zero_grad()
-
-
 def _copied(steps, model):
     """A copy, with other weights, of a model that has made some steps."""
     for _ in range(steps):
-        _stepped(model)
+        stepped(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for p in twin.parameters():
@@ -193,7 +190,7 @@ def _then(train=None, **values):
     """Changes after a step."""
 
     def before(model):
-        _stepped(model)
+        stepped(model)
         for name, value in values.items():
             setattr(model, name, value)
         return model if train is None else model.train(train)

@@ -1,5 +1,6 @@
 """The same bits for functions with a state: their own random streams, buffers that they change."""
 
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
     NORMS,
     Counting,
+    Growing,
     Nest,
     Noisy,
+    call,
     chain,
     counting,
     mixers,
@@ -33,11 +36,13 @@ FLOAT, COMPLEX, INT = torch.float32, torch.complex64, torch.int64
 
 
 class Batch(dict):
-    """As the batches of libraries: a dict that can do more."""
+    """As the batches of libraries: a dict that can do more, and has attributes."""
+
+    scale = 1.0
 
     @property
     def pixels(self):
-        return self["pixels"]
+        return self["pixels"] * self.scale
 
 
 class Pair(NamedTuple):
@@ -61,11 +66,11 @@ class TestPart2Recompute:
         yield "no state, and a result without gradient", chain(lambda: [Noisy()], call=last)
         pair = lambda run, block, x: run(lambda x: Pair(block(x), [None]), x)  # noqa: E731
         yield "a named tuple with a list", chain(lambda: [Noisy()], call=pair)
-        kind = lambda run, block, x: run(lambda batch: block(batch.pixels), Batch(pixels=x))  # noqa: E731
-        yield "a dict of another class", chain(lambda: [Noisy()], call=kind)
+        yield "a dict of another class", chain(lambda: [Noisy()], call=_batched)
         attend = lambda run, block, x: run(block, *[torch.tanh(x)] * 3)  # noqa: E731
         make = lambda: [nn.MultiheadAttention(WIDTH, 2)]  # noqa: E731
         yield "query, key and value in one", chain(make, call=attend)
+        yield "after a call that has failed", chain(counting, call=_after_an_error)
 
     @pytest.mark.works("recompute", "streams")
     @recomputed("the second run draws on where the first one ended, or moves a stream for good")
@@ -75,6 +80,9 @@ class TestPart2Recompute:
         yield "a generator of its own", chain(lambda: [Noisy(7, rate=0.0)])
         yield "two generators, and torch's own", chain(noisy)
         yield "two blocks with one generator", chain(_one_generator)
+        state = lambda block: [*block.generators, torch.default_generator] * 2  # noqa: E731
+        named = lambda run, block, x: run(block, x, state=state(block))  # noqa: E731
+        yield "generators named twice, torch's own too", chain(noisy, call=named)
 
     @pytest.mark.works("recompute", "buffers")
     @recomputed("the second run finds what the first one left, or changes it again")
@@ -93,6 +101,10 @@ class TestPart2Recompute:
         yield "replaced before the backward pass", chain(counting, spoil=_others)
         norm = partial(normed, NORMS["in eval mode"][1])
         yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
+        yield "a large one, registered in the first call", chain(lambda: [Growing()], passes=2)
+        every = lambda run, block, x: run(block, x, state=[*block.modules(), block])  # noqa: E731
+        make = lambda: [Nest(Counting())]  # noqa: E731
+        yield "modules named twice", chain(make, call=every, passes=2)
 
     @pytest.mark.saves("recompute", "held")
     @pytest.mark.parametrize("how", ["by_position", "by_keyword", "in_a_list", "in_one_more"])
@@ -126,6 +138,18 @@ class TestPart2Recompute:
             cause="something of the inside is kept, or arguments are held by something else than"
             " the graph: a call around this one cannot free them",
         )
+
+
+def _batched(run, block, x):
+    batch = Batch(pixels=x)
+    batch.scale = 0.5
+    return run(lambda batch: block(batch.pixels), batch)
+
+
+def _after_an_error(run, block, x):
+    with suppress(RuntimeError):
+        call(run, block, x[..., 1:])
+    return call(run, block, x)
 
 
 def _one_generator():

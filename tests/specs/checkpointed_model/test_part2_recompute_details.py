@@ -15,6 +15,7 @@ from specs.checkpointed_model.blocks import (
     Counting,
     Noisy,
     Resetting,
+    call,
     chain,
     counting,
     mixers,
@@ -35,12 +36,45 @@ FLOAT, INT = torch.float32, torch.int64
 
 
 @scenarios("the step")
-def guarded(answer, device, name, spoil, args=(), kwargs=None):
-    """A tensor is set to zero between the passes."""
-    zero = lambda *given: spoil(*given).detach().zero_()  # noqa: E731
-    spoiled, true = (chain(mixers, *args, **kwargs or {}, spoil=s) for s in (zero, None))
-    mine = seen(spoiled, answer.recompute, nothing, device, any_error=True)
-    return never_wrong(mine, lambda: once(name, lambda: seen(true, plain, nothing, device)))
+def guarded(answer, device, name, late, spoil, args=(), kwargs=None):
+    """A tensor is set to zero between the passes, or `late`, between two backward passes."""
+    given = []
+
+    def backward(spoils, loss):
+        if late:
+            loss.backward(retain_graph=True)
+        if spoils:
+            spoil(*given).detach().zero_()
+        loss.backward()
+
+    def step(spoils):
+        note = lambda *passed: given.extend(passed)  # noqa: E731
+        steps = {"backward": partial(backward, spoils)}
+        return chain(mixers, *args, **kwargs or {}, spoil=note, step=steps)
+
+    mine = seen(step(True), answer.recompute, nothing, device, any_error=True)
+    return never_wrong(mine, lambda: once(name, lambda: seen(step(False), plain, nothing, device)))
+
+
+def failing(error, run, block, x):
+    """The second run fails, the third does not."""
+    ends = iter([None, error])
+
+    def function(x):
+        y = block(x)
+        if next(ends, None):
+            raise error
+        return torch.tanh(y)
+
+    return call(lambda block, x, state: run(function, x, state=state), block, x)
+
+
+def tried_again(loss):
+    """A backward pass, and another one if it fails."""
+    try:
+        loss.backward(retain_graph=True)
+    except (ValueError, KeyboardInterrupt):
+        loss.backward()
 
 
 def in_autocast(dtype, loss):
@@ -64,6 +98,9 @@ class TestPart2RecomputeDetails:
         for name, make in {"generators": noisy, "buffers": counting}.items():
             yield f"three calls, {name}", chain(make, passes=3)
             yield f"two backward passes, {name}", chain(make, step={"backward": twice}), 3
+            for error in (ValueError, KeyboardInterrupt):
+                given = {"call": partial(failing, error), "step": {"backward": tried_again}}
+                yield f"backward again after {error.__name__}, {name}", chain(make, **given), 3
 
     @pytest.mark.survives("recompute", 3)
     @recomputed("tensors that come in another way are cut from the graph")
@@ -75,12 +112,17 @@ class TestPart2RecomputeDetails:
     @pytest.mark.survives("recompute", 3)
     @guarded("such a tensor is kept without being saved, so that nobody notices a change")
     def test_tensors_anywhere_are_guarded(self):
-        yield "x", lambda _, x, args, kwargs: x
-        yield "by position", lambda _, x, args, kwargs: args[0], (FLOAT,)
-        yield "integers", lambda _, x, args, kwargs: args[0], (INT,)
-        yield "in a tuple", lambda _, x, args, kwargs: args[0][1], ((None, FLOAT),)
-        yield "by keyword", lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}
-        yield "in a dict", lambda _, x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}
+        tensors = {
+            "x": (lambda _, x, args, kwargs: x,),
+            "by position": (lambda _, x, args, kwargs: args[0], (FLOAT,)),
+            "integers": (lambda _, x, args, kwargs: args[0], (INT,)),
+            "in a tuple": (lambda _, x, args, kwargs: args[0][1], ((None, FLOAT),)),
+            "by keyword": (lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}),
+            "in a dict": (lambda _, x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}),
+        }
+        for what, given in tensors.items():
+            yield what, False, *given
+            yield f"{what}, between two backward passes", True, *given
 
     @pytest.mark.survives("recompute", 3)
     @recomputed("the second run is handed the caller's own container, with what is in it by then")
@@ -174,6 +216,11 @@ class TestPart2RecomputeDetails:
         yield "a train() of its own", chain(lambda: [Resetting()], spoil=to_eval)
         norm, shape = partial(normed, NORMS["in eval mode"][1]), (4, WIDTH, 3)
         yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
+        for back in (True, False):
+            name = f"in eval mode for a part of the function, put back: {back}"
+            given = {"call": partial(_part_in_eval, back)}
+            yield name, chain(noisy, **given)
+            yield f"{name}, two passes", chain(noisy, **given, step={"backward": twice}), 3
 
     @pytest.mark.survives("recompute", 10)
     def test_a_dropped_result_leaves_nothing(self, answer, device):
@@ -181,7 +228,9 @@ class TestPart2RecomputeDetails:
             noise = Noisy(7)
         block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), noise, nn.Dropout(0.25)).to(device)
         x, state = large_inputs(device), [block, *noise.generators]
-        check_nothing_left(block, x, lambda: answer.recompute(block, x * 1, state=state))
+        one = lambda x: answer.recompute(block, x, state=state)  # noqa: E731
+        for forward in (one, lambda x: answer.recompute(one, x, state=state)):
+            check_nothing_left(block, x, lambda forward=forward: forward(x * 1))
 
     @pytest.mark.survives("recompute", "Raises")
     def test_refuses_other_state(self, answer):
@@ -193,3 +242,14 @@ class TestPart2RecomputeDetails:
                     when = f"for {bad!r} in state, under {mode.__name__}"
                     check_raises(mode()(call), TypeError, mentions=[bad], when=when)
         check_equal(ran, [], "runs of the function", cause="state is checked too late")
+
+
+def _part_in_eval(back, run, block, x):
+    def function(x):
+        y = block(x)
+        y = torch.tanh(block.eval()(y))
+        block.train(back)
+        return y
+
+    state = iter([block, *block.generators])  # an iterator: what is in a list keeps its mode
+    return run(function, x, state=state)

@@ -18,6 +18,7 @@ from specs.checkpointed_model.large import (
     of_model,
     one_input,
     peak,
+    replaced,
 )
 from specs.checkpointed_model.steps import WIDTH, see
 
@@ -68,6 +69,8 @@ class TestPart3Segments:
     def test_segments_change_no_bit(self):
         yield "4 blocks by 4", large(4, size=4), None
         yield "7 blocks by 3, a mask", large(7, size=3, masks=1), None
+        other = large(size=2, dropout=0.0, before=replaced)
+        yield "a layer replaced by one with dropout", other, None
 
     @pytest.mark.exact("LargeModel", "runs")
     @as_without("self.training, or use_checkpoint, is not asked before segments are made")

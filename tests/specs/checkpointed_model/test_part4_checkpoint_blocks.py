@@ -12,20 +12,35 @@ from specs.checkpointed_model.blocks import (
     Counting,
     Mixer,
     Nest,
+    Noisy,
     Normed,
     chain,
     checkpointed,
+    failed,
     mixers,
     two_noisy,
 )
-from specs.checkpointed_model.large import check_limit, held, large_inputs, one_input, peak
+from specs.checkpointed_model.large import (
+    RETAINED,
+    check_limit,
+    held,
+    large_inputs,
+    one_input,
+    peak,
+)
 from specs.checkpointed_model.steps import HALVES, WIDTH, autocast
 from specs.checkpointed_model.strangers import Stranger, stranger
 
 FLOAT = torch.float32
+# Classes of blocks, one inside the other, in the order of the calls; and the numbers of blocks
+TWO_KINDS = (((Noisy, nn.Sequential), [2, 1]), ((nn.Sequential, Noisy), [1, 2]))
 
 
 class Wider(Mixer):
+    pass
+
+
+class Deeper(Nest):
     pass
 
 
@@ -38,7 +53,8 @@ class TestPart4CheckpointBlocks:
         yield "at several depths", chain(partial(mixers, 4), tree=_deep), [4]
         yield "names that begin alike", chain(partial(mixers, 3), tree=_alike), [3]
         yield "a frozen block", chain(lambda: [*mixers(), Mixer().requires_grad_(False)]), [3]
-        yield "blocks inside a block", chain(lambda: [Nest(Nest(Nest())), Nest()]), [2]
+        inside = lambda: [Nest(Nest(Deeper())), Deeper(Nest())]  # noqa: E731
+        yield "blocks inside a block", chain(inside), [2]
         yield "a block in two places", chain(lambda: mixers(1) * 2, tree=_two_places), [1]
         other = lambda run, block, x: block(x, x.mean((0, 1)))  # noqa: E731
         yield "with other arguments each time", chain(lambda: mixers(1) * 3, call=other), [1]
@@ -59,6 +75,11 @@ class TestPart4CheckpointBlocks:
         yield "blocks in eval mode", chain(lambda: [block.eval() for block in mixers()]), [2], 1
         yield "layers in training mode, in blocks in eval mode", chain(_layers_alone), [2], 1
         yield "only blocks in training mode", chain(mixers, later=_blocks_alone), [2]
+        yield "after an error in a block", chain(mixers, later=failed), [2]
+        for kinds, counts in TWO_KINDS:
+            step = chain(_in_one, kinds=kinds, later=_outer_in_eval)
+            name = f"{kinds[0].__name__}, then {kinds[1].__name__}, the outer one in eval mode"
+            yield name, step, counts
         for mode in (torch.no_grad, torch.inference_mode):
             yield mode.__name__, chain(mixers, step={"outer": mode}), [2], 1
 
@@ -73,6 +94,9 @@ class TestPart4CheckpointBlocks:
         norms = lambda: [Normed(nn.BatchNorm1d(WIDTH)), Normed(nn.BatchNorm1d(WIDTH).eval())]  # noqa: E731
         yield "norms", chain(norms, passes=2, shape=(4, WIDTH, 3)), [2]
         yield "in eval mode by then", chain(two_noisy, spoil=lambda model, *_: model.eval()), [2]
+        for kinds, counts in TWO_KINDS:
+            name = f"{kinds[0].__name__}, then {kinds[1].__name__}"
+            yield name, chain(_in_one, kinds=kinds), counts, None
 
     @pytest.mark.xdist_group("transformers")
     @pytest.mark.saves("checkpoint_blocks", "held")
@@ -85,15 +109,18 @@ class TestPart4CheckpointBlocks:
         block, hidden = gpt2.blocks[0], gpt2.hidden
         inside = peak(block, hidden, lambda: tree_leaves(block(hidden))[0])  # of some, a tuple
 
-        def reads(module):
+        def reads(module, retain):
             gpt2 = Stranger(device)
             if module:
                 module.checkpoint_blocks(gpt2.model, gpt2.block_type)
-            return peak(gpt2.model, gpt2.x, gpt2.forward)
+            return peak(gpt2.model, gpt2.x, gpt2.forward, retain=retain)
 
-        title, formula = "peak above the baseline, GPT-2 with 3 blocks", "(3 + 4) inputs + 1 inside"
-        limit, cause = 7 * one_input(hidden) + inside, "blocks are not checkpointed one by one"
-        check_limit(title, limit, formula, reads, answer, reference, cause=cause)
+        limit, formula = 7 * one_input(hidden) + inside, "(3 + 4) inputs + 1 inside"
+        cause = "blocks are not checkpointed one by one"
+        for case in ("", f", {RETAINED}"):
+            title = f"peak above the baseline, GPT-2 with 3 blocks{case}"
+            read = partial(reads, retain=bool(case))
+            check_limit(title, limit, formula, read, answer, reference, cause=cause)
 
     @pytest.mark.saves("checkpoint_blocks", "held")
     @pytest.mark.parametrize("how", ["by_position", "by_keyword"])
@@ -132,6 +159,14 @@ def _alike(blocks):
 
 def _two_places(blocks):
     return nn.ModuleDict({"one": nn.Sequential(blocks[0]), "two": nn.ModuleList(blocks[1:])})
+
+
+def _in_one():
+    return [nn.Sequential(*two_noisy())]
+
+
+def _outer_in_eval(model):
+    model.order[0].training = False
 
 
 def _blocks_alone(model):

@@ -1,5 +1,6 @@
 """Selective recomputation: what is dear is held, and only the rest runs again."""
 
+import copy
 from collections import Counter
 from functools import partial
 
@@ -21,6 +22,7 @@ from specs.checkpointed_model.blocks import (
     Normed,
     chain,
     checkpointed,
+    failed,
 )
 from specs.checkpointed_model.large import check_nothing_left, large_inputs, one_input, peak
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast
@@ -28,6 +30,7 @@ from specs.checkpointed_model.strangers import stranger
 
 ATEN = torch.ops.aten
 ADDMM, GELU, NORM = ATEN.addmm.default, ATEN.gelu.default, ATEN.native_layer_norm.default
+TOPK, ARGMAX = ATEN.topk.default, ATEN.argmax.default
 MATMULS = [ADDMM, ATEN.mm.default, ATEN.bmm.default, ATEN.baddbmm.default]
 ATTENTION = [
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
@@ -35,6 +38,7 @@ ATTENTION = [
     ATEN._scaled_dot_product_efficient_attention.default,
     ATEN._scaled_dot_product_cudnn_attention.default,
 ]
+CHOICE = [TOPK, ARGMAX, ADDMM]
 DEAR = [*MATMULS, *ATTENTION]
 
 
@@ -56,6 +60,18 @@ class Means(Noisy):
     def forward(self, x):
         y = torch.tanh(self.up(x))
         return x + torch.tanh(y * y.mean(-1, keepdim=True) * y.mean())
+
+
+class Choosing(Noisy):
+    """By results that are integers, and in part without gradients."""
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x))
+        best, places = y.topk(1)
+        with torch.no_grad():
+            scores = self.up(y)
+            more = places + scores.argmax(-1, keepdim=True)
+        return x + torch.tanh(y * scores * best * more)
 
 
 class Looking(Noisy):
@@ -91,12 +107,17 @@ def doubled(run, block, x):
     return y.mul_(2.0), more
 
 
+def _with_generators(run, block, x):
+    one, other = (torch.Generator(x.device).manual_seed(seed) for seed in (1, 2))
+    return block(x, one, one, noise=other, more=other)
+
+
 def transformer():
     return [Block(WIDTH, heads=2)]
 
 
 @scenarios("operators that run again")
-def again(answer, device, name, make, keep, looked_at, dtype=None):
+def again(answer, device, name, make, keep, looked_at, dtype=None, later=lambda model: model):
     """Those that run more often than in the plain model, in forward and backward together."""
     counts = []
     for checkpoint in (False, True):
@@ -105,6 +126,7 @@ def again(answer, device, name, make, keep, looked_at, dtype=None):
         if checkpoint:
             answer.checkpoint_blocks(model, type(model[0]), keep=own)
         own.clear()  # the caller's list is the caller's
+        model = later(model)
         x = draw.randn(*SHAPE, device=device, requires_grad=True)
         with Calls() as calls:
             for _ in range(2):
@@ -130,6 +152,8 @@ class TestPart4CheckpointBlocksKeep:
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
         yield "batch norm", norm, [1], 2, DEAR
         yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
+        yield "choices", chain(lambda: [Choosing()]), [1], 2, CHOICE
+        yield "after an error in a block", chain(lambda: [Noisy()], later=failed), [1], 2, DEAR
 
     @pytest.mark.survives("checkpoint_blocks", 6)
     @checkpointed("what draws is held like the rest, and the draws after it are others")
@@ -137,6 +161,8 @@ class TestPart4CheckpointBlocksKeep:
         twice = lambda run, block, x: block(x, None, block.first)  # noqa: E731
         for op in (ATEN.rand.generator, ATEN.bernoulli.default):  # the other draws on
             yield f"{op} draws", chain(lambda: [Noisy(7)], call=twice), [1], 2, [op]
+        given = chain(lambda: [Noisy()], call=_with_generators)
+        yield "arguments draw, each twice", given, [1], 2, [ATEN.bernoulli.default]
         yield "attention draws", chain(lambda: [Looking()]), [1], 2, ATTENTION  # one op on CUDA
 
     @pytest.mark.survives("checkpoint_blocks", 6)
@@ -151,6 +177,9 @@ class TestPart4CheckpointBlocksKeep:
         yield "attention without a mask", plain, ATTENTION, [ADDMM, *ATTENTION]
         for kept in ([dim], [full]):
             yield f"the overload {kept[0]}", lambda: [Means()], kept, [dim, full, ADDMM]
+        for kept in ([TOPK, ARGMAX], [ADDMM]):
+            yield f"choices, of them {kept[0]}", lambda: [Choosing()], kept, CHOICE
+        yield "in a copy", transformer, MATMULS, seen, None, copy.deepcopy
 
     @pytest.mark.survives("checkpoint_blocks", 6)
     def test_runs_no_matrix_product_again(self, answer, device):

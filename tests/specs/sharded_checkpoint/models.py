@@ -23,8 +23,15 @@ from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze
 SEED = 6
 
 
+class Chain(nn.Sequential):
+    """A block of blocks, and of nothing else."""
+
+
 class Nested(nn.Module):
-    """Blocks in blocks, one of a subclass; a parameter and two buffers have two names."""
+    """Blocks in blocks, one of a subclass; a parameter and two buffers have two names.
+
+    A part is in eval mode. Of `sum` only rank 0 has rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,15 +40,16 @@ class Nested(nn.Module):
         self.register_buffer("scale", torch.ones(7, 1))
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
+        self.sum = nn.Linear(OUTPUTS, 1)
         self.head = nn.Linear(WIDTH, OUTPUTS)
-        self.outer = nn.Sequential(Outer(WIDTH), Deep(WIDTH))
+        self.outer = Chain(Outer(WIDTH), Deep(WIDTH)).eval()
         self.embed = nn.Linear(FEATURES, WIDTH)
         self.embed.register_buffer("scale", self.scale)
         self.embed.register_buffer("steps", self.steps)
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.head(self.outer(self.embed(inputs))) + self.offset
-        return x * self.mask * self.scale[0] + self.steps[0]
+        return (x + self.sum(x)) * self.mask * self.scale[0] + self.steps[0]
 
 
 class Thin(Block):
@@ -72,14 +80,14 @@ class Tiny(nn.Module):
 
 
 class Blank(nn.Module):
-    """Its extra state is None."""
+    """Its extra state is None at first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: object = "nothing yet"
+        self.found: object = None
 
-    def get_extra_state(self) -> None:
-        return None
+    def get_extra_state(self) -> object:
+        return self.found
 
     def set_extra_state(self, state: object) -> None:
         self.found = state
@@ -127,12 +135,12 @@ class Rich(Model):
 
 
 class Spare(Model):
-    """Tied and frozen weights, in eval mode; a block of 16 bits that never runs."""
+    """Tied and frozen weights, in eval mode; in train mode a block of 16 bits that never runs."""
 
     def __init__(self) -> None:
         super().__init__(blocks=1, tied=True)
         self.spare = Thin().to(torch.bfloat16)
-        freeze(self, ["blocks.0", "head.bias"]).eval()
+        freeze(self, ["blocks.0", "head.bias"]).eval().spare.train()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -142,7 +150,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a block twice": Twice,
 }
 TRICKY = [*MODELS][1:]
-BLOCK_TYPES = (Block, Outer, Twice)  # the last one is a whole model
+BLOCK_TYPES = (Block, Outer, Chain, Twice)  # the last one is a whole model
 
 
 def init(module: nn.Module, is_one: bool = True) -> None:
@@ -188,7 +196,9 @@ def alone(
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers by name, also the buffers that are not in the state dict."""
-    return {**weights(model), **full(dict(model.named_buffers()))}
+    saved, buffers = weights(model), full(dict(model.named_buffers()))
+    others = {f"{n}, not persistent": b for n, b in buffers.items() if n not in model.state_dict()}
+    return {**saved, **others}
 
 
 def ties(model: nn.Module) -> list[list[str]]:
@@ -221,10 +231,15 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
 
 
 def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optimizer:
-    """Two groups of parameters; the vectors have a learning rate of their own, a number."""
+    """Two groups of parameters; the vectors have a learning rate of their own, a number.
+
+    They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
+    """
     every = [*parameters]
     optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
-    optimizer.add_param_group({"params": [p for p in every if p.ndim == 1], "lr": lr / 2})
+    optimizer.add_param_group(
+        {"params": [p for p in every if p.ndim == 1], "lr": lr / 2, "amsgrad": True}
+    )
     return optimizer
 
 
@@ -277,9 +292,11 @@ def tied(seed: int = 4) -> Model:
 
 
 def other(model: Model) -> Model:
-    """With other buffers and another extra state than those of `tied`."""
+    """With other modes, other buffers and another extra state than those of `tied`."""
+    model.eval().blocks.train()
     for buffer in model.buffers():
         buffer.fill_(7)
+    model.blank.found = "of before"
     model.version, model.counts.count = "version 1", torch.tensor([1, 2])
     return model
 

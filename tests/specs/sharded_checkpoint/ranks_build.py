@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -166,8 +166,9 @@ def build_fails_on_one(answer: Any, rank: int) -> dict[str, bool]:
     return raised
 
 
-def peak_of_build(answer: Any, rank: int, width: int, blocks: int, over: Any = None) -> int:
+def peak_of_build(
+    answer: Any, rank: int, make_model: Callable[[], nn.Module], over: Any = None
+) -> int:
     """Bytes above the baseline while a model is built; its optimizer has no state yet."""
-    make_model = functools.partial(Model, width, blocks)
     run = lambda: answer.build(make_model, over or mesh(), BLOCK_TYPES, init, momentum)  # noqa: E731
     return measure(run, over.device_type if over else device()).above_baseline

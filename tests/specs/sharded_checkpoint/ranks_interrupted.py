@@ -72,7 +72,10 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, A
 
 
 def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
-    """Saves of steps 1 and 2; and one of step 3, where rank 0 fails at its last file operation."""
+    """Saves of steps 1 and 2; and one of step 3, where rank 0 fails at its last file operation.
+
+    And a copy of what both ranks leave if they are killed there.
+    """
     model, optimizer = small()
     answer.save(folder, model, optimizer, 1)
     seen: list[str] = []
@@ -80,20 +83,29 @@ def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
         answer.save(folder, model, optimizer, 2)
     saved, left = state(model, optimizer), len(seen)
     move(model, optimizer)
+    copies = Copies(folder)
 
     def fail(_: str) -> None:
         nonlocal left
         left -= 1
         if left == 0:
+            copies.take("killed")
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with before_each_write(folder, fail) if rank == 0 else nullcontext():
         raised = error_of(lambda: answer.save(folder, model, optimizer, 3))
-    return {"raised": raised, "saved": {2: saved, 3: state(model, optimizer)}}
+    states = {2: saved, 3: state(model, optimizer)}
+    return {"raised": raised, "saved": states, "copies": [path for _, path in copies.made]}
 
 
-def one_rank_goes_on(answer: Any, rank: int, folder: Path) -> list[tuple[Any, dict[str, Any]]]:
-    """What `load` gives, and what it gives after the next save, whose state is the third."""
+def one_rank_goes_on(
+    answer: Any, rank: int, folders: Sequence[Path]
+) -> list[list[tuple[Any, dict[str, Any]]]]:
+    """For each, what `load` gives, what it gives after the next save, and the state of this."""
+    return [_goes_on(answer, folder) for folder in folders]
+
+
+def _goes_on(answer: Any, folder: Path) -> list[tuple[Any, dict[str, Any]]]:
     before = loaded(answer, folder)
     model, optimizer = small(seed=9)
     step = answer.load(folder, model, optimizer)

@@ -28,19 +28,21 @@ from specs.sharded_checkpoint.models import (
     step,
     tied,
 )
+from specs.sharded_checkpoint.paths import AnyPath, inside
 from specs.sharded_checkpoint.ranks import check_others, error_of, refuses
 
 
-def save_whole_after(answer: Any, rank: int, path: Path) -> dict[str, Any]:
+def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
     """The weights, and the names in the file as soon as the call has returned on this rank.
 
-    On rank 0 nothing under the folder gets its name within a twentieth of a second.
+    On rank 0 nothing under the folder gets its name within a twentieth of a second. Where the path
+    `is_bare` it is only a name in the current folder.
     """
     model = sharded(tied())
     want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
     evaluate(model)
-    with slow(path.parent):
-        answer.save_whole(str(path), model)
+    with inside(path.parent), slow(path.parent):
+        answer.save_whole(AnyPath(path.name) if is_bare else str(path), model)
     return {"names": sorted(load_file(path)), "weights": want}
 
 
@@ -52,8 +54,8 @@ def load_whole_into(answer: Any, rank: int, path: Path) -> None:
         p.grad = torch.ones_like(p)
     before = gradients(model)
     evaluate(model)
-    with torch.set_grad_enabled(rank == 0):
-        answer.load_whole(str(path), model)
+    with inside(path.parent), torch.set_grad_enabled(rank == 0):
+        answer.load_whole(AnyPath(path.name), model)
     cause = "a rank has not got its part of every weight"
     check_equal(weights(model), weights(one), "weights", cause=cause)
     check_others(model)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
+from torch import nn
 
 from kit.laws.checks import check_bar, check_equal
+from kit.ranks.shapes import Deep
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
-from kit.ranks.toys import Block, Model
+from kit.ranks.toys import Model
 from specs.sharded_checkpoint import ranks_build
-from specs.sharded_checkpoint.models import MODELS, TRICKY
+from specs.sharded_checkpoint.models import BLOCK_TYPES, MODELS, TRICKY, Chain
 
 SIZES = pytest.mark.parametrize("world", [1, 3], indirect=True, ids="{}_ranks".format)
 
-# Wide enough that rounding to 512 bytes is little of it; two real ranks need more blocks.
-WIDTH, BLOCKS, BLOCKS_OF_TWO = 48, 4, 6
+WIDTH = 48  # rounding to 512 bytes is little of it
+_in_a_row = functools.partial(Model, WIDTH, 6)
+
+
+def _in_each_other() -> nn.Module:
+    """Blocks in blocks in blocks."""
+    return Chain(Deep(WIDTH), Deep(WIDTH))
 
 
 class TestPart1Build:
@@ -46,23 +55,26 @@ class TestPart1Build:
 
     @pytest.mark.saves("build", "memory")
     def test_no_rank_of_eight_ever_holds_the_model(self, answer, reference, device):
-        """Bytes while it is built <= shards + buffers + what two units have, rounding included."""
+        """Bytes while it is built <= shards + buffers + what two units have, rounding included.
+
+        Blocks are in blocks in blocks.
+        """
 
         def peak(module: object) -> int:
             with simulated_world(8, device) as mesh:
-                return ranks_build.peak_of_build(module, 0, WIDTH, BLOCKS, mesh)
+                return ranks_build.peak_of_build(module, 0, _in_each_other, mesh)
 
-        _check_peak(peak(answer), peak(reference), 8, BLOCKS)
+        _check_peak(peak(answer), peak(reference), 8, _in_each_other())
 
     @pytest.mark.saves("build", "memory")
     def test_no_rank_of_two_ever_holds_the_model(self, answer, reference, world):
         """The same on two real ranks, of which neither gets anything from the other."""
         yours, theirs = (
-            world.run(module, ranks_build.peak_of_build, WIDTH, BLOCKS_OF_TWO)
+            world.run(module, ranks_build.peak_of_build, _in_a_row)
             for module in (answer, reference)
         )
         for mine, other in zip(yours, theirs, strict=True):
-            _check_peak(mine, other, 2, BLOCKS_OF_TWO)
+            _check_peak(mine, other, 2, _in_a_row())
 
     @pytest.mark.survives("build", 1)
     def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
@@ -88,11 +100,10 @@ class TestPart1Build:
         world.run(answer, ranks_build.built_has, what, cause, TRICKY)
 
 
-def _check_peak(yours: int, theirs: int, ranks: int, blocks: int) -> None:
+def _check_peak(yours: int, theirs: int, ranks: int, model: nn.Module) -> None:
     __tracebackhide__ = True
-    model = Model(WIDTH, blocks)
     parameters = [*model.parameters()]
-    largest = sorted(whole_bytes(unit, ranks) for unit in units(model, Block))[-2:]
+    largest = sorted(whole_bytes(unit, ranks) for unit in units(model, BLOCK_TYPES))[-2:]
     buffers = sum(rounded(b.numel() * b.element_size()) for b in model.buffers())
     check_bar(
         f"build, above the baseline on a rank of {ranks}",

@@ -34,11 +34,11 @@ class TestPart2SaveAndLoad:
         What it is loaded into has trained otherwise, all of it, with other rates, and has
         gradients; or it is new, and has been evaluated. Some weights are tied, some frozen, of
         which one has trained before; one has a single row, which is on rank 0. One learning rate
-        is a tensor. A buffer that is not persistent stays.
+        is a tensor, and one group of AdamW has amsgrad. A buffer that is not persistent stays.
         """
         key = answer, saving, kind
         if key not in _saved:
-            folder = tmp_path_factory.mktemp("saved") / "run"
+            folder = tmp_path_factory.mktemp("saved") / "run[lr=0.1]"
             _saved[key] = folder, worlds(saving).run(answer, ranks.save_and_go_on, folder, kind)[0]
         worlds(loading).run(
             answer, ranks.load_and_go_on, _saved[key][0], kind, is_new, _saved[key][1]
@@ -48,9 +48,11 @@ class TestPart2SaveAndLoad:
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
         """Weights of 16 and of 64 bits; Adam counts its steps in float32, and has come to 257.
 
-        A model of 32 bits, of the same names and shapes, has been saved before.
+        A model of 32 bits, of the same names and shapes, has been saved before. And so has the
+        same one, with another learning rate, in the same folder, which was then cleared away. Of a
+        large weight a rank has 6 MiB.
         """
-        world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
+        world.run(answer, ranks.keeps_dtypes, tmp_path)
 
     @pytest.mark.exact("load", "drops")
     def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
@@ -69,8 +71,13 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
-        """Checkpoints 2, 10, 999,999 and 1,000,000; a copy by hand, and files of somebody else."""
-        world.run(answer, ranks_folder.step_rules, tmp_path / "run")
+        """Checkpoints 2, 10, 999,999 and 1,000,000; a copy by hand, and files of somebody else.
+
+        The folder itself has the name of a checkpoint.
+        """
+        folder = tmp_path / "step-3" / "checkpoint-3[a]"
+        folder.parent.mkdir()
+        world.run(answer, ranks_folder.step_rules, folder)
 
     @pytest.mark.saves("save", "memory")
     def test_a_rank_saves_its_own_part_only(self, answer, reference, worlds, tmp_path):
@@ -94,11 +101,11 @@ class TestPart2SaveAndLoad:
         world.run(answer, ranks.another_model, tmp_path / "run")
 
     @pytest.mark.survives("load", "together")
-    @pytest.mark.parametrize("bad_rank", [0, 1])
-    def test_every_rank_raises_where_one_finds_nothing(self, answer, world, tmp_path, bad_rank):
-        """The folder of one rank is missing, as where a disk is not mounted on its machine."""
+    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "not_there"), (1, "hook")])
+    def test_every_rank_raises_where_one_cannot_load(self, answer, world, tmp_path, bad_rank, bad):
+        """The folder is missing, as where a disk is not mounted, or a hook of the model raises."""
         world.run(answer, ranks.saves_once, tmp_path / "run")
-        paths = tmp_path / "run", tmp_path / "not_there"
+        paths = tmp_path / "run", tmp_path / bad
         ranks.check_alike(world.run(answer, ranks.fails_on_one, "load", *paths, bad_rank))
 
     @pytest.mark.survives("save", "together")

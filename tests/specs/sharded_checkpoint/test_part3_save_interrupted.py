@@ -82,7 +82,7 @@ class TestPart3SaveInterrupted:
     def test_a_save_that_fails_at_its_end_is_no_checkpoint(self, answer, worlds, tmp_path):
         """Both ranks have written, and rank 0 fails in the last operation of all.
 
-        Then one rank goes on.
+        Or both are killed there. Then one rank goes on.
         """
         folder = tmp_path / "run"
         zero, one = worlds(2).run(answer, ranks_interrupted.fails_at_the_end, folder)
@@ -92,14 +92,18 @@ class TestPart3SaveInterrupted:
             got=f"{zero['raised'] or 'none'} on rank 0, {one['raised'] or 'none'} on rank 1",
             cause="the ranks do not tell each other how the last operation has ended",
         )
-        (results,) = worlds(1).run(answer, ranks_interrupted.one_rank_goes_on, folder)
-        (step, values), (again, values_again), (last, state) = results
+        folders = [folder, *zero["copies"]]
+        (found,) = worlds(1).run(answer, ranks_interrupted.one_rank_goes_on, folders)
         cause = "what could not be finished counts, or what was before is spoiled"
-        check_equal(step, 2 if zero["raised"] else 3, "step loaded afterwards", cause=cause)
-        _check_same(values, zero["saved"][step], f"step {step}", cause)
-        cause = "what more ranks have left of a save that failed gets into a later one"
-        check_equal(again, last, "step loaded after the next save", cause=cause)
-        _check_same(values_again, state, f"step {last}", cause)
+        want = 2 if zero["raised"] else 3
+        check_equal(found[0][0][0], want, "step loaded after the failure", cause=cause)
+        for (step, values), (again, values_again), (last, state) in found:
+            cause = "what could not be finished counts, or what was before is spoiled"
+            check(step in (2, 3), expected="step 2 or 3 is loaded", got=step, cause=cause)
+            _check_same(values, zero["saved"][step], f"step {step}", cause)
+            cause = "what more ranks have left of a save that failed gets into a later one"
+            check_equal(again, last, "step loaded after the next save", cause=cause)
+            _check_same(values_again, state, f"step {last}", cause)
 
 
 def _check_same(got: dict[str, Any], want: dict[str, Any], what: str, cause: str) -> None:

@@ -23,18 +23,19 @@ class TestPart4OneFile:
         """A file from before is replaced; ordinary tensors, all names, the weights to the bit."""
         path = tmp_path / "whole.pt"
         path.write_bytes(b"from before")
-        results = world.run(answer, ranks_whole.save_whole_after, path)
+        results = world.run(answer, ranks_whole.save_whole_after, path, True)
         model, saved = tied(), load_file(path)
         cause = "the file is not of the state dict of the model without shards"
         check_equal(sorted(saved), sorted(model.state_dict()), "names in the file", cause=cause)
         for name, want in results[0]["weights"].items():
             cause = "shards are saved, or other values"
             check_equal(saved[name], want, name, cause=cause)
+            got = saved[name]
             check(
-                type(saved[name]) is Tensor and saved[name].device.type == "cpu",
+                type(got) is Tensor and got.device.type == "cpu" and not got.requires_grad,
                 expected=f"{name} as an ordinary tensor on the cpu",
-                got=f"{type(saved[name]).__name__} on {saved[name].device}",
-                cause="a DTensor, or a tensor of the accelerator, is saved",
+                got=f"{type(got).__name__} on {got.device}, requires_grad={got.requires_grad}",
+                cause="a DTensor or parameter, or a tensor of the accelerator, is saved",
             )
         check(
             _bytes(saved) == _bytes(model.state_dict()),
@@ -58,9 +59,12 @@ class TestPart4OneFile:
     @pytest.mark.exact("load_whole", "in place")
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_a_sharded_model_loads_the_file_of_one_process(self, answer, world, tmp_path):
-        """And trains on: two steps as one process makes them."""
+        """And trains on: two steps as one process makes them.
+
+        The file is of a plain dict, and its tensors of float32 are parts of one flat tensor.
+        """
         path = tmp_path / "whole.pt"
-        torch.save(tied().state_dict(), path)
+        torch.save(_flattened(tied().state_dict()), path)
         world.run(answer, ranks_whole.load_whole_into, path)
 
     @pytest.mark.saves("save_whole", "memory")
@@ -118,7 +122,10 @@ class TestPart4OneFile:
     @pytest.mark.survives("load_whole", "together")
     @pytest.mark.parametrize(
         ("call", "bad_rank", "bad"),
-        [("load_whole", 0, "not_there"), ("load_whole", 1, "not_there"), ("save_whole", 1, "hook")],
+        [
+            *(("load_whole", 0, "not_there"), ("load_whole", 1, "not_there")),
+            *(("load_whole", 1, "hook"), ("save_whole", 1, "hook")),
+        ],
     )
     def test_every_rank_raises_where_one_fails(self, answer, world, tmp_path, call, bad_rank, bad):
         """The file is missing, as where a disk is not mounted, or a hook of the model raises."""
@@ -147,6 +154,13 @@ class TestPart4OneFile:
             torch.save(values, tmp_path / f"{kind}.pt")
             about.append((tmp_path / f"{kind}.pt", word))
         world.run(answer, ranks_whole.refuses_files, about)
+
+
+def _flattened(state: dict[str, Any]) -> dict[str, Any]:
+    floats = {name: v for name, v in state.items() if getattr(v, "dtype", 0) is torch.float32}
+    flat = torch.cat([v.flatten() for v in floats.values()])
+    parts = zip(floats, flat.split([v.numel() for v in floats.values()]), strict=True)
+    return {**state, **{name: part.view(floats[name].shape) for name, part in parts}}
 
 
 def _bytes(state: dict[str, Any]) -> int:
