@@ -161,7 +161,7 @@ def _in_force() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "precision of matrix products": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic algorithms": torch.get_deterministic_debug_mode(),
         "dispatch modes in force": [type(mode).__name__ for mode in dispatch_modes()],
         "hooks on saved tensors": saved_tensors_hooks_in_force(),
         "garbage collector": gc.isenabled(),
