@@ -57,7 +57,7 @@ class Alone(Play):
             self.runs = {}
             for micro, (inputs, targets) in enumerate(window):
                 before = self._vector() if is_first else torch.zeros(())
-                loss = mse(self.model(inputs), targets)
+                loss = mse(self.model(inputs), targets) * self.case.scale
                 (loss * (len(inputs) / total)).backward()
                 mean += loss.item() * len(inputs) / total
                 if is_first:

@@ -12,14 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader, root_of_the_class
-from specs.fsdp_wrap.shapes import any_names, bare, detached
+from specs.fsdp_wrap.shapes import any_names, bare, detached, dropping_twice, timed
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
 
-# Of steps one after another: unequal over ranks, micro-batches and steps, in number too.
+# Of steps one after another: unequal over ranks, micro-batches and steps; in number too, but for
+# the first two of two ranks.
 PLANS: dict[int, list[Plan]] = {
-    2: [[[3, 2], [1, 6]], [[4], [1]], [[1, 5, 2], [2, 1, 3]]],
+    2: [[[3, 2], [1, 6]], [[1, 4], [2, 1]], [[1, 5, 2], [2, 1, 3]], [[4], [1]]],
     4: [[[3], [1], [2], [5]], [[2, 1], [1, 4], [3, 3], [1, 2]], [[1], [2], [1], [1]]],
 }
 # The same number of samples on every rank, as a mean over ranks wants them.
@@ -46,6 +47,13 @@ def in_groups(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
+def after_an_empty_group(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The same two groups, and one before them that has no parameters."""
+    optimizer = in_groups(parameters)
+    optimizer.param_groups.insert(0, optimizer.param_groups[0] | {"params": []})
+    return optimizer
+
+
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     """All shards in one operation, as it takes DTensor milliseconds to think about each; and what
     is no shard in another.
@@ -67,6 +75,8 @@ class Case:
     stray      a forward, and no backward after it
     stale      gradients of 1000 are there
     freeze     the head requires no gradient from now on
+    thaw       every parameter requires one
+    train      train mode from now on
     fails      train_step where loss_fn raises in the micro-batch number `at` of three, or
                backward through it
     """
@@ -76,7 +86,7 @@ class Case:
     step: Mapping[str, Any] = field(default_factory=dict)
     script: Sequence[str] = ("plain", "plain")
     make_optimizer: Callable[..., Optimizer] = momentum
-    half: bool = False  # a mesh has half of the ranks: two models train side by side
+    half: bool = False  # two models train side by side on half of the ranks; a third is on all
     train: bool = True
     lengths: bool = False  # samples differ in length
     at: int = 1
@@ -84,6 +94,7 @@ class Case:
     infinite: bool = False  # backward gives head.bias an infinite gradient
     looks: bool = False  # loss_fn calls the model under no_grad
     loss_dtype: torch.dtype = torch.float32
+    scale: float = 1.0  # of the loss: 0 as of a hinge that is met
 
 
 BF16, KEPT, CHECKPOINT = (
@@ -91,7 +102,7 @@ BF16, KEPT, CHECKPOINT = (
     {"reshard_after_forward": False},
     {"checkpoint": True},
 )
-STEP, STEPS, LAST = ("step",), ("step", "step", "step"), {"sync": "last"}
+STEP, STEPS, LAST = ("step",), ("step",) * 4, {"sync": "last"}
 DROP = made(blocks=2, drop=0.4)
 CLIP = {"max_norm": 0.2}  # far below every norm
 EVALUATE = ("evaluate", "plain") * 2
@@ -100,7 +111,11 @@ GROUPS: dict[str, dict[str, Case]] = {
     "values": {"a model of odd sizes": Case(), "kept": Case(wrap=KEPT)},
     "shapes": {
         name: Case(shape, script=("plain",))
-        for name, shape in [*[*SHAPES.items()][1:], ("a detached block", detached)]
+        for name, shape in [
+            *[*SHAPES.items()][1:],
+            ("a detached block", detached),
+            ("named tuples, float64", timed),
+        ]
     },
     "meshes": {
         "all ranks": Case(),
@@ -108,7 +123,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "meshes of steps": {
         "all ranks": Case(script=STEPS[:2]),
-        "meshes of half of the ranks": Case(half=True, script=STEP),
+        "meshes of half of the ranks, then one of all": Case(half=True, script=STEP),
     },
     "evaluation": {
         name: Case(DROP, wrap, script=EVALUATE, train=False)
@@ -127,7 +142,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "one step": {"one step": Case(script=STEP)},
     "steps": {
         "Adam, a loss in float64": Case(
-            script=STEPS, make_optimizer=adamw, loss_dtype=torch.float64
+            script=STEPS[:3], make_optimizer=adamw, loss_dtype=torch.float64
         ),
     },
     "gradients": {
@@ -135,13 +150,17 @@ GROUPS: dict[str, dict[str, Case]] = {
             script=("stale", "stray", "step", "freeze", "stray", "step")
         ),
         "kept, a forward before it": Case(wrap=KEPT, script=("step", "stray", "step", "plain")),
-        "two groups, dropout in eval mode, a forward in the loss": Case(
-            DROP, script=("stale", "step"), make_optimizer=in_groups, looks=True, train=False
+        "groups, one empty, dropout in eval mode, a forward in the loss": Case(
+            DROP,
+            script=("stale", "step"),
+            make_optimizer=after_an_empty_group,
+            looks=True,
+            train=False,
         ),
     },
     "norm": {
         "tied, two groups": Case(SHAPES["tied in the root"], script=STEP, make_optimizer=in_groups),
-        "frozen": Case(SHAPES["frozen"], script=STEP),
+        "frozen, trained later": Case(SHAPES["frozen"], script=("step", "thaw", "step")),
     },
     "clip": {
         "clipped": Case(script=STEP, step=CLIP),
@@ -153,21 +172,25 @@ GROUPS: dict[str, dict[str, Case]] = {
         ),
     },
     "infinite": {"an infinite gradient": Case(script=STEP, infinite=True, make_optimizer=Still)},
-    "infinite and clipped": {
-        "an infinite gradient": Case(script=STEP, step=CLIP, infinite=True, make_optimizer=Still)
+    "any norm": {
+        "an infinite gradient": Case(script=STEP, step=CLIP, infinite=True, make_optimizer=Still),
+        "a norm of 0": Case(script=STEP, step=CLIP, scale=0.0, make_optimizer=adamw),
     },
     "checkpoint": {
-        "dropout": Case(DROP, CHECKPOINT, script=("step", "plain")),
+        "dropout, train mode after wrap": Case(
+            dropping_twice, CHECKPOINT, script=("train", "step", "plain"), train=False
+        ),
         "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
     },
     "checkpointed shapes": {
         name: Case(SHAPES[name], CHECKPOINT, script=STEP)
-        for name in ("keywords and tuples", "frozen beginning", "nested", "a block twice")
+        for name in ("keywords and tuples", "frozen beginning", "nested")
     }
     | {
         "keywords of any name": Case(any_names, CHECKPOINT, script=STEP),
         "a block without parameters": Case(bare, CHECKPOINT, script=STEP),
         "a root of the class": Case(root_of_the_class, CHECKPOINT, script=STEP),
+        "named tuples, float64, a forward of the caller": Case(timed, CHECKPOINT, script=STEP),
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {
@@ -179,7 +202,7 @@ GROUPS: dict[str, dict[str, Case]] = {
             DROP, CHECKPOINT, CLIP, script=("fails", "step"), at=2, fails_in="backward"
         ),
     },
-    "last": {"three steps": Case(script=STEPS, step=LAST)},
+    "last": {"four steps": Case(script=STEPS, step=LAST)},
     "last with options": {
         "old gradients, and a plain step after it": Case(
             script=("stale", "step", "plain"), step=LAST

@@ -15,7 +15,7 @@ from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shards import gradients_of, mesh, meshes, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, Batch
-from specs.fsdp_wrap.cases import CASES, EQUAL, PLANS, Case
+from specs.fsdp_wrap.cases import CASES, EQUAL, PLANS, Case, momentum
 
 Trace = dict[str, Any]  # what was seen, by name, one thing after another
 LENGTHS = (2, 7, 5, 1)
@@ -23,8 +23,8 @@ LENGTHS = (2, 7, 5, 1)
 
 def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
     """A rank's micro-batches for one thing of a script; no two have the same data."""
-    event = case.script[number]
-    plan = EQUAL if event == "plain" else PLANS[size][2 if event == "fails" else number % 3]
+    event, plans = case.script[number], PLANS[size]
+    plan = EQUAL if event == "plain" else plans[2 if event == "fails" else number % len(plans)]
     generator = draw.generator(10 * number + rank)
     found = []
     for micro, count in enumerate(plan[rank]):
@@ -139,6 +139,12 @@ class Play:
     def freeze(self, *_: Any) -> None:
         self.model.head.requires_grad_(False)
 
+    def thaw(self, *_: Any) -> None:
+        self.model.requires_grad_(True)
+
+    def train(self, *_: Any) -> None:
+        self.model.train()
+
     def note(self, label: str, parameters: Any, loss: Any = None, norm: Any = None) -> None:
         """Norms come first where they decide what becomes of the gradients."""
         found = {"loss": loss, "gradients": gradients_of(parameters), "grad_norm": norm}
@@ -157,6 +163,8 @@ class _Answer(Play):
         over = meshes(size // 2)["shards"] if case.half else mesh()
         self.names = [*self.model.state_dict()]
         self.optimizer = answer.wrap(self.model, over, self.types, case.make_optimizer, **case.wrap)
+        if case.half:
+            answer.wrap(nn.Sequential(nn.Linear(1, 1)).to(device()), mesh(), nn.Linear, momentum)
         self.trace["names in the state dict"] = [*self.model.state_dict()]
         self.parameters = named(self.model)
 
@@ -186,7 +194,7 @@ class _Answer(Play):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         if self.case.looks:
             self.look(0)
-        return mse(output, targets).to(self.case.loss_dtype)
+        return (mse(output, targets) * self.case.scale).to(self.case.loss_dtype)
 
     def stale(self, *_: Any) -> None:
         for p in self.model.parameters():

@@ -83,6 +83,10 @@ def _gathered(answer: Any, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def _transposed(model: Model) -> None:
+    model.head.weight.data = model.head.weight.data.T.contiguous().T
+
+
 def _one_block(answer: Any, mesh: DeviceMesh) -> nn.Module:
     model = _two(mesh)
     fully_shard(model.blocks[1], mesh=mesh)
@@ -106,6 +110,7 @@ UNITS = {
     "a module in two blocks": Bad(["norm."], _changed(_a_module_of_two_blocks)),
     "a block that shares with the one inside": Bad(["bias"], _inner_and_outer, BOTH),
     "a module in a block and the one inside": Bad(["weight"], _a_module_of_both, BOTH),
+    "an absent class, a transposed weight": Bad(["Outer"], _changed(_transposed), Outer),
 }
 OPTIONS = {
     "a mesh of 8 by 1": Bad([], mesh=(8, 1)),
@@ -154,5 +159,5 @@ def _anatomy(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         found[name] = type(module), sorted(vars(module)), *forward_hooks(module)
         for own, p in module.named_parameters(recurse=False):
-            found[f"{name}.{own}"] = id(p), p.dtype, p.requires_grad, p.shape
+            found[f"{name}.{own}"] = id(p), p.dtype, p.requires_grad, p.shape, p.stride()
     return found

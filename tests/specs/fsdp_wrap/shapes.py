@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
-from kit.ranks.shapes import Shape
-from kit.ranks.toys import FEATURES, WIDTH, Block, make
+from kit.ranks.shapes import SHAPES, Deep, Shape, nested
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, make
 
 
 class Tall(nn.Module):
@@ -25,6 +26,15 @@ class Tall(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.relu(x @ self.up.T) @ self.down
+
+
+class Backwards(nn.Sequential):
+    """The last module runs first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in reversed(self):
+            x = module(x)
+        return x
 
 
 class Weigh(nn.Module):
@@ -63,14 +73,15 @@ class Watched(nn.Module):
         self.register_buffer("table", torch.ones(width))
         self.seen: dict[str, torch.dtype] = {}
 
-    def forward(self, x: Tensor, places: Tensor, *, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places: Tensor, *, more: Any) -> Tensor:
         self.seen = {
             "input of a block": x.dtype,
             "weight in a block": self.weight.dtype,
+            "keywords of a block": more["shifts"][0]["shift"].dtype,
             "integers": places.dtype,
-            "flags": mask.dtype,
+            "flags": more["mask"].dtype,
         }
-        return x + torch.relu(x * self.weight) * mask * self.table
+        return x + torch.relu(x * self.weight) * more["mask"] * self.table
 
 
 class Around(nn.Module):
@@ -81,8 +92,8 @@ class Around(nn.Module):
         self.inside = Watched(width)
         self.seen: dict[str, torch.dtype] = {}
 
-    def forward(self, x: Tensor, places: Tensor, *, mask: Tensor) -> Tensor:
-        y: Tensor = self.inside(x, places, mask=mask)
+    def forward(self, x: Tensor, places: Tensor, *, more: Any) -> Tensor:
+        y: Tensor = self.inside(x, places, more=more)
         mine = {"input of a block": x.dtype, "what a block returns": y.dtype}
         self.seen = {**self.inside.seen, **mine}
         return y
@@ -102,17 +113,19 @@ class WatchedModel(nn.Module):
         self.gain = nn.Parameter(torch.ones(FEATURES))
         self.seen: dict[str, torch.dtype] = {}
 
-    def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Tensor]) -> Any:
-        x = self.first(inputs, places, mask=more["mask"])
-        y = self.second(x * self.table, places, mask=more["mask"])
+    def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Any]) -> Any:
+        shift = more["shifts"][0]["shift"]
+        own = more | {"shifts": [{"shift": shift * self.table}]}
+        x = self.first(inputs, places, more=more)
+        y = self.second(x * self.table, places, more=own)
         out = y * self.gain
         self.seen = {
             "what a block returns": x.dtype,
             "weight in the root": self.gain.dtype,
             "what the root computes": out.dtype,
-            "keywords of the model": more["shift"].dtype,
+            "keywords of the model": shift.dtype,
         }
-        return {"out": (out, out + more["shift"]), "places": places}
+        return {"out": (out, out + shift), "places": places}
 
 
 def detached() -> Shape:
@@ -157,3 +170,93 @@ def any_names() -> Shape:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args, __: (args, shares), with_kwargs=True)
     return model, Told
+
+
+class Moment(NamedTuple):
+    """A state, and its time in seconds: in float32 those of today are 128 apart."""
+
+    x: Tensor
+    time: Tensor
+
+
+class Timed(Block):
+    """A block from one moment to the next, which weighs its input by the time."""
+
+    def forward(self, moment: Moment, ahead: float = 0.0) -> Moment:
+        weight = torch.cos(moment.time + ahead).float()
+        return Moment(super().forward(moment.x * weight[:, None]), moment.time + 1)
+
+
+class Times(nn.Module):
+    """Timed blocks, from inputs at a time in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+        self.blocks = nn.Sequential(Timed(), Timed())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        moment = Moment(self.embed(inputs), 1.7e9 + inputs[:, 0].double())
+        out: Tensor = self.head(self.blocks(moment).x)
+        return out
+
+
+def timed() -> Shape:
+    """The caller has given a forward of its own to one of the blocks."""
+    draw.seed(4)
+    model = Times()
+    model.blocks[1].forward = functools.partial(model.blocks[1].forward, ahead=1.0)
+    return model, Timed
+
+
+def dropping_twice() -> Shape:
+    """Blocks with dropout, one of which runs twice."""
+    model, kinds = SHAPES["a block twice"]()
+    for block in (model.first, model.other):
+        block.drop = 0.4
+    return model, kinds
+
+
+def look_alikes() -> Shape:
+    """`nested`, but two weights are slices of one tensor, and the class of the head, which is not
+    that of blocks, has its name.
+    """
+    model, kinds = nested()
+    for outer, gate in zip((model[1], model[2].outer[0]), torch.ones(2, WIDTH, WIDTH), strict=True):
+        outer.gate.weight = nn.Parameter(gate)
+    model[3] = type("Block", (nn.Linear,), {})(WIDTH, OUTPUTS)
+    return model, kinds
+
+
+def with_a_subclass() -> Shape:
+    """`nested`, and the class of the second block, a subclass, is named too."""
+    model, kinds = nested()
+    return model, (*kinds, Deep)
+
+
+def two_inside() -> Shape:
+    """`nested`, and the first block has two inside."""
+    model, kinds = nested()
+    model[1].inner = nn.Sequential(Block(WIDTH), Block(WIDTH))
+    return model, kinds
+
+
+class Begin(nn.Linear):
+    """Places, integers, and what a Linear makes of its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.argmax(-1), super().forward(x)
+
+
+class Place(Block):
+    """A block that gets places before its input, and returns some before its output."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Any:
+        return pair[0] + 1, super().forward(pair[1])
+
+
+def integers_first() -> Shape:
+    """Blocks, one of them frozen, and the model return integers first."""
+    blocks = [Place(OUTPUTS) for _ in range(3)]
+    blocks[1].requires_grad_(False)
+    return nn.Sequential(Begin(FEATURES, OUTPUTS), *blocks), Place

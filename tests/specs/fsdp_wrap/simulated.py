@@ -15,13 +15,14 @@ from kit.laws.checks import check, check_bar
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
+from kit.private_torch import tree_leaves
 from kit.ranks.collectives import Collective, collectives
 from kit.ranks.shapes import Shape
 from kit.ranks.shards import part, rounded, shard_bytes, units
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import FEATURES, OUTPUTS, Block, data, make
 from specs.fsdp_wrap.cases import adamw
-from specs.fsdp_wrap.shapes import Tall
+from specs.fsdp_wrap.shapes import Backwards, Tall
 
 
 class Books(NamedTuple):
@@ -45,11 +46,11 @@ def wide() -> Shape:
 
 def tall() -> Shape:
     """Six blocks of 65,488 numbers, 256 KiB each; 4,093 rows are 3 less than 8 x 512, 64 x 64 and
-    1,024 x 4.
+    1,024 x 4. What is first runs last.
     """
     draw.seed(4)
     blocks = [Tall(ROWS, COLUMNS) for _ in range(TALL_BLOCKS)]
-    return nn.Sequential(nn.Linear(FEATURES, COLUMNS), *blocks, nn.Linear(COLUMNS, OUTPUTS)), Tall
+    return Backwards(nn.Linear(COLUMNS, OUTPUTS), *blocks, nn.Linear(FEATURES, COLUMNS)), Tall
 
 
 def books(
@@ -63,15 +64,15 @@ def books(
     adam: bool = False,
     looked: bool = False,
     train: bool = True,
+    autocast: bool = False,
     **options: Any,
 ) -> Books:
     """A forward and a backward of `rank` of `ranks`, with a step of Adam where that is counted, or
     a forward under no_grad after them, or one `looked` before; measured once for all specs.
     """
     # To the cache an argument that is left out is another one than its default.
-    return _books(
-        answer, device, ranks, rank, shape, samples, forward_only, adam, looked, train, **options
-    )
+    flags = (forward_only, adam, looked, train, autocast)
+    return _books(answer, device, ranks, rank, shape, samples, *flags, **options)
 
 
 @functools.cache
@@ -86,6 +87,7 @@ def _books(
     adam: bool,
     looked: bool,
     train: bool,
+    autocast: bool,
     **options: Any,
 ) -> Books:
     with simulated_world(ranks, device, rank=rank) as mesh:
@@ -96,7 +98,9 @@ def _books(
         inputs, targets = (tensor.to(device) for tensor in batch)
 
         def step() -> None:
-            mse(model(inputs), targets).backward()
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                loss = mse(tree_leaves(model(inputs))[-1], targets)
+            loss.backward()
             if adam:
                 optimizer.step()
 

@@ -34,9 +34,11 @@ def second_step(
     blocks: int = BLOCKS,
     checkpoint: bool = False,
     classes: int = 0,
+    again: bool = False,
     **options: Any,
 ) -> tuple[Account, list[Collective]]:
-    """What rank 0 holds and calls in the second step, one of these micro-batches.
+    """What rank 0 holds and calls in the second step, one of these micro-batches, or `again` with
+    the first one for the last.
 
     With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory.
     """
@@ -46,6 +48,8 @@ def second_step(
             model.head = nn.Linear(width, classes).to(device)
         optimizer = answer.wrap(model, mesh, Block, Still, checkpoint=checkpoint)
         window = [(x.to(device), y.to(device)) for x, y in data(samples, seed=0)]
+        if again:
+            window[-1] = window[0]
 
         def step(count: int = len(window)) -> None:
             loss = (lambda out, _: out.sum(1).mean()) if classes else mse

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from kit.laws.checks import check, check_bar, check_equal
-from kit.ranks.shapes import SHAPES, nested
+from kit.ranks.shapes import SHAPES, nested, only_blocks
 from kit.ranks.shards import shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import FEATURES
@@ -18,6 +18,7 @@ from specs.fsdp_wrap import simulated
 from specs.fsdp_wrap.cases import adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import OPTIONS, UNITS, check_refused
+from specs.fsdp_wrap.shapes import integers_first, look_alikes, two_inside, with_a_subclass
 from specs.fsdp_wrap.simulated import (
     activations_of_tall,
     books,
@@ -36,6 +37,7 @@ KEPT_ALSO: dict[str, tuple[Any, dict[str, Any]]] = {
     "bf16-nested": (nested, BF16),
     "checkpoint-nested": (nested, {"checkpoint": True}),
     "eval_mode": (tall, {"train": False}),
+    "frozen-integers_first": (integers_first, {}),
 }
 ALONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp32-given_back": (tall, {}),
@@ -52,9 +54,11 @@ class TestPart1Wrap:
     def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(
         self, answer, device, ranks
     ):
-        """In blocks, in the root, trained or not, also on one rank; and a step can be made."""
+        """In blocks, in the root, trained or not, with and without rows here, also on one rank; and
+        a step can be made.
+        """
         model, kinds = SHAPES["frozen"]()
-        with simulated_world(ranks, device) as mesh:
+        with simulated_world(ranks, device, rank=ranks - 1) as mesh:
             optimizer = answer.wrap(model.to(device), mesh, kinds, adamw)
             check(
                 isinstance(optimizer, Optimizer),
@@ -84,19 +88,24 @@ class TestPart1Wrap:
 
     @pytest.mark.exact("wrap", "units")
     @pytest.mark.parametrize(
-        ("shape", "checkpoint"),
-        [("nested", False), ("nested", True), ("only blocks", True)],
+        ("name", "shape", "options"),
+        [
+            ("nested", look_alikes, {"looked": True}),
+            ("nested, also a subclass", with_a_subclass, {"looked": True, "checkpoint": True}),
+            ("only blocks, autocast", only_blocks, {"checkpoint": True, "autocast": True}),
+        ],
         ids=["plain-nested", "checkpoint-nested", "checkpoint-only_blocks"],
     )
-    def test_the_units_of_other_models_are_their_blocks(self, answer, device, shape, checkpoint):
-        """A block inside a block is a unit, also one of a subclass; the root may have nothing.
+    def test_the_units_of_other_models_are_their_blocks(self, answer, device, name, shape, options):
+        """A block inside a block is a unit, also one of a subclass, which may be named too; what
+        has a class of the same name is none. Slices of one tensor are not shared. The root may
+        have nothing.
 
         Where it has something, a forward under no_grad has been before. Elsewhere FSDP2 gathers in
         the order of that one too, and before torch 2.13 nothing public forgets it.
         """
-        options = {"looked": shape == "nested", "checkpoint": checkpoint}
-        memory, calls = books(answer, device, 8, shape=SHAPES[shape], **options)
-        check_calls(calls, planned(SHAPES[shape], 8), what=f"a step of the model: {shape}")
+        memory, calls = books(answer, device, 8, shape=shape, **options)
+        check_calls(calls, planned(shape, 8), what=f"a step of the model: {name}")
         left = {kind: memory.after[kind] for kind in ("unsharded", "communication", "activations")}
         want = {"unsharded": 0, "communication": 0, "activations": 2 * 512}  # inputs and targets
         cause = "what a block gets, returns or gathers is held by more than the step"
@@ -113,7 +122,7 @@ class TestPart1Wrap:
         check_calls(calls, want, what=f"a step with reshard_after_forward=False{mode}")
 
     @pytest.mark.exact("wrap", "gathered")
-    @pytest.mark.parametrize("shape", [wide, nested], ids=["in_a_row", "nested"])
+    @pytest.mark.parametrize("shape", [wide, two_inside], ids=["in_a_row", "nested"])
     def test_no_more_than_one_block_is_gathered_ahead(self, answer, device, shape):
         """At the k-th run of a block, forward or backward, k have been gathered, or k + 1."""
         seen = simulated.gathered_at_runs(answer, device, shape)

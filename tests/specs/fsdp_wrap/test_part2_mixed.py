@@ -111,17 +111,18 @@ class TestPart2Mixed:
     @pytest.mark.parametrize("given", [torch.float32, torch.float64], ids=["fp32", "fp64"])
     def test_units_cast_what_they_get_and_the_model_returns_float32(self, answer, device, given):
         """Integers above 256, as places are, have no value of their own in bfloat16. The second
-        block gets what a float32 buffer has been multiplied into.
+        block gets what a float32 buffer has been multiplied into, also in a list of dicts.
         """
         with simulated_world(8, device) as mesh:
             model = WatchedModel().to(device)
             answer.wrap(model, mesh, (Watched, Around), adamw, dtype=BF16)
             places = torch.tensor([[300], [301]], device=device)
             inputs = torch.ones(2, 5, dtype=given, device=device)
-            more = {"mask": places > 300, "shift": inputs / 2}
+            more = {"mask": places > 300, "shifts": [{"shift": inputs / 2}]}
             got = model(inputs, places, more=more)
             cause = "what is cast is put into the caller's own dict"
-            check_equal(more["shift"].dtype, given, "dtype in the caller's dict", cause=cause)
+            own = more["shifts"][0]["shift"].dtype
+            check_equal(own, given, "dtype in the caller's dict", cause=cause)
             seen = [*model.first.seen.items(), *model.second.seen.items(), *model.seen.items()]
         kept = {"integers": torch.int64, "flags": torch.bool}
         for what, dtype in seen:
@@ -133,11 +134,13 @@ class TestPart2Mixed:
         check_equal(got["places"].dtype, torch.int64, "dtype of returned integers", cause=cause)
 
 
+KEYWORDS = "only positional inputs are cast, or only those outside of dicts and lists"
 CAUSES = {
     "input of a block": "inputs reach a unit as they come, instead of being cast; a block's may be "
     "float32 where the root has computed with a buffer",
     "weight in a block": "parameters are gathered in float32",
-    "keywords of the model": "only positional inputs are cast, or only those outside of a dict",
+    "keywords of a block": KEYWORDS,
+    "keywords of the model": KEYWORDS,
     "integers": "everything is cast, and not only what is floating",
     "flags": "everything is cast, and not only what is floating",
     "what a block returns": "a block's output is cast back, which the next one casts again, or is "

@@ -42,7 +42,9 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", "grad_norm")
     def test_the_norm_is_over_all_shards_of_all_ranks(self, answer, world):
-        """sqrt(sum over ranks of the squares of their shards); tied once, frozen not at all."""
+        """sqrt(sum over ranks of the squares of their shards); tied once, frozen not at all; what
+        was frozen is trained later.
+        """
         cause = "it is not over all shards of all ranks, or counts a parameter twice"
         hold(answer, world, "norm", cause=cause)
 
@@ -56,7 +58,7 @@ class TestPart3TrainStep:
     @pytest.mark.exact("train_step", "gradients")
     def test_gradients_are_of_this_step_alone(self, answer, world):
         """Old gradients are there, or a unit is gathered; the head is frozen later;
-        loss_fn asks the model; there are two groups of parameters, and a plain step comes.
+        loss_fn asks the model; there are groups of parameters, one empty, and a plain step comes.
         """
         cause = "gradients from before the step are in it, or those of the step are cleared or "
         cause += "scaled afterwards"
@@ -64,7 +66,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", "loss")
     def test_trains_as_one_process_over_three_steps(self, answer, world):
-        """With other numbers of samples, and of micro-batches, in each step."""
+        """With other numbers of samples in each step, and of micro-batches in one."""
         cause = "a sample does not count once in every step, or a step is taken too often"
         hold(answer, world, "steps", cause=cause)
 
@@ -179,13 +181,15 @@ class TestPart3TrainStep:
 
     @pytest.mark.survives("train_step", 8)
     def test_makes_the_step_whatever_the_norm(self, answer, world):
-        """Its gradients may be zeros or NaN then, as torch makes them of an infinite norm."""
-        cause = "an infinite norm is not returned, or there is no step"
-        hold(answer, world, "infinite and clipped", cause=cause)
+        """Its gradients may be zeros or NaN then, as torch makes them of an infinite norm; with a
+        norm of 0 the weights decay.
+        """
+        cause = "an infinite norm is not returned, or there is no step, as for a norm of 0"
+        hold(answer, world, "any norm", cause=cause)
 
     @pytest.mark.survives("train_step", 5)
     @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_counts_the_ranks_that_share_the_model(self, answer, world):
-        """Four ranks have one model; then 0 and 1 have one, 2 and 3 have another."""
+        """Four ranks have one model; then 0 and 1 have one, 2 and 3 another, and all a third."""
         cause = "all ranks of the job are counted, not those of the model's mesh"
         hold(answer, world, "meshes of steps", cause=cause)

@@ -12,7 +12,7 @@ from specs.fsdp_wrap.steps import check_held, check_reductions, second_step
 class TestPart4SyncLast:
     @pytest.mark.works("train_step", 1)
     def test_the_last_micro_batch_reduces_for_all(self, answer, world):
-        """Of 2, 1 and 3 micro-batches; of one the first is the last."""
+        """Of 2, 3 and 1 micro-batches; of one the first is the last."""
         cause = "a backward pass reduces that should not, or the last one does not"
         hold(answer, world, "last", cause=cause)
 
@@ -32,8 +32,8 @@ class TestPart4SyncLast:
 
     @pytest.mark.exact("train_step", 1)
     def test_reduces_every_unit_once(self, answer, device):
-        """On 64 ranks, whatever the number of micro-batches."""
-        calls = second_step(answer, device, 64, sync="last", max_norm=1.0)[1]
+        """On 64 ranks, whatever the number of micro-batches, also if the last one is the first."""
+        calls = second_step(answer, device, 64, again=True, sync="last", max_norm=1.0)[1]
         check_reductions(calls, 64, 1)
 
     @pytest.mark.saves("train_step", 1)
