@@ -35,6 +35,7 @@ def check_nothing_waits(run: Callable, end: str, device: torch.device) -> None:
             with suppress(KeyError, KeyboardInterrupt, SystemExit, RuntimeError):
                 run(failing)
         alive = [own() is not None for own in there]
+    check_equal(len(there), 2, "calls of two functions", cause="what failed is tried again")
     cause = "a local variable keeps the error, whose traceback holds that variable's frame: a cycle"
     what = "tensors of the failed call that wait for the garbage collector"
     check_equal(sum(alive), 0, what, cause=cause)

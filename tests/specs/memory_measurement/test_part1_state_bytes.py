@@ -125,6 +125,7 @@ class TestPart1StateBytes:
         """Batch norm: mean and variance of 6 floats, an int64 counter; and a hidden cache."""
         model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(6)))
         model[0][0].register_buffer("cache", torch.zeros(11), persistent=False)
+        model[0].seen, model[0][0].last = [torch.zeros(3)], torch.zeros(5)  # are no buffers
         yield "buffers within layers", (4 * 12, 0, 4 * 12 + 8 + 4 * 11, 0), model
         numbers = {torch.bool: 17, torch.int64: 5, torch.complex64: 9}
         zeros = {str(t)[6:]: torch.zeros(n, dtype=t) for t, n in numbers.items()}
@@ -174,7 +175,8 @@ class TestPart1StateBytes:
     def test_finds_optimizer_state_however_deep(self):
         deep = [torch.zeros(5), {"deep": (torch.zeros(7, dtype=torch.float64), None)}]
         model, twins = nn.Linear(2, 2), ([torch.zeros(3)], [torch.zeros(3)])
-        optimizer = with_state(model, pair=(3, torch.zeros(11)), old=deep, twins=twins)
+        numbers = {"steps": 7, "lr": 0.1, "pair": (3, torch.zeros(11))}
+        optimizer = with_state(model, **numbers, old=deep, twins=twins)
         yield "lists and tuples", (24, 0, 0, 4 * 11 + 4 * 5 + 8 * 7 + 4 * 6), model, optimizer
         ordered, codes = OrderedDict(m=torch.zeros(9)), torch.zeros(13, dtype=torch.uint8)
         optimizer = with_state(model, ordered=ordered, named=torch.aminmax(torch.zeros(2)), q=codes)
@@ -205,7 +207,11 @@ class TestPart1StateBytes:
     def test_changes_nothing(self, answer, device):
         model = trained(13, 5).to(device)
         before = Snapshot(model, optimizer := Adam(model.parameters()))
+        optimizer.state["rates"] = rates = iter([0.1, 0.2])
         answer.state_bytes(model, optimizer)
+        left, cause = [*rates], "whatever can be iterated is looked into"
+        check_equal(left, [0.1, 0.2], "what an iterator in the state still gives", cause=cause)
+        optimizer.state.pop("rates", None)
         before.check_unchanged("the count", cause="a step is taken, or gradients are cleared")
 
     @pytest.mark.survives("state_bytes", "Raises")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from kit.laws.snapshot import Snapshot
 from kit.laws.toys import mlp
 from kit.memory.ruler import collector_paused, measure
 from specs.memory_measurement.failing import check_nothing_waits
+from specs.memory_measurement.steps import Doubled, emptied
 
 
 @scenarios("saved bytes")
@@ -46,27 +48,6 @@ def gradients(answer, device, name, want, x, forward, make=nn.Module):
 
 def leaf(*shape, **options):
     return torch.ones(*shape, requires_grad=True, **options)
-
-
-class Doubled(torch.autograd.Function):
-    """Twice its input, which it saves with its result."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x * 2
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def emptied(saved):
-    """A copy of what was saved, which is given back by hand, as FSDP does."""
-    copy = saved.clone()
-    saved.untyped_storage().resize_(0)
-    return copy
 
 
 class TestPart2SavedBytes:
@@ -109,6 +90,8 @@ class TestPart2SavedBytes:
         back = lambda **keep: ((y := x.exp().tanh()).sum().backward(**keep), y)[1]  # noqa: E731
         yield "a graph that went backward", 0, back
         yield "a graph that may go backward again", 2 * 4 * 36, partial(back, retain_graph=True)
+        slope = lambda: grad(x.sin().sum(), x, create_graph=True)  # noqa: E731
+        yield "a gradient with a graph: of x, and the 1 that it starts from", 4 * 36 + 4, slope
 
     @pytest.mark.exact("saved_bytes", "sharing")
     @counts("tensors are counted, or a view's elements, or storages by address, which is 0 on meta")
@@ -141,7 +124,8 @@ class TestPart2SavedBytes:
         wave = nn.Linear(6, 8, bias=False, dtype=torch.complex64)
         z = leaf(5, 6, dtype=torch.complex64)
         yield "a lazy conjugate is a view", 8 * 30, lambda: z @ wave.weight.mH, wave
-        yield "halves", 4 * 30, lambda: [F.linear(x, w) for w in body.weight.chunk(2)], body
+        views = lambda: [*body.weight.chunk(2), body.weight.detach(), body.weight.data]  # noqa: E731
+        yield "halves, and data", 4 * 30, lambda: [F.linear(x, w) for w in views()], body
         in_16_bits = torch.autocast(x.device.type, torch.bfloat16)(lambda: body(x))
         yield "16-bit copies are no views", 2 * (30 + 48), in_16_bits, body
         body.register_buffer("table", torch.ones(9, 6))
@@ -152,6 +136,9 @@ class TestPart2SavedBytes:
         yield "a buffer that is replaced after its use", 4 * 6, anew, body
         late = lambda: body.register_buffer("late", torch.ones(6))  # noqa: E731
         yield "a buffer made on the way", 0, lambda: (late(), row * body.late)[1], body
+        body.seen = None
+        seen = lambda: setattr(body, "seen", y := x.exp()) or y  # noqa: E731
+        yield "an activation that the model keeps", 4 * 30, seen, body
         scaled = lambda: loss(body(x)) * loss.bias  # noqa: E731
         size = 4 * (5 * 6 + 5 * 8 + 8 * 2 + 5 * 2 + 2)
         yield "a loss has weights, a view of one and one itself", size, scaled, body
@@ -204,6 +191,8 @@ class TestPart2SavedBytes:
         x = leaf(64)
         yield "a metric", 4 * 64, lambda: (x.exp().sum().item(), x.tanh())[1]
         yield "its tensor lives on", 4 * 64, lambda: (x.square().sum().item(), x.tanh())[1]
+        around = lambda: (x.cos().sum().item(), x.sin(), x.cos().sum().item())[1]  # noqa: E731
+        yield "metrics before and after, of what is saved", 4 * 64, around
         yield "a result that is not returned", 0, lambda: x.exp().sum().item()
         yield "a storage that was emptied", 4 * 64, lambda: emptied(x.sigmoid()).tanh()
 
@@ -220,28 +209,36 @@ class TestPart2SavedBytes:
     def test_lets_go_of_the_graph(self, answer, device):
         """exp saves its own result, whose grad_fn holds what it saved: no cycle may come of it.
 
-        Another graph is kept by somebody.
+        Another graph is kept for a while, in a dict that forward refers to.
         """
-        x, storages, nodes, auxiliary = leaf(32, device=device), [], [], []
+        x, storages, nodes = leaf(32, device=device), [], []
 
-        def forward():
-            auxiliary.append(x.sigmoid().sum())
-            results = [x.exp(), x.relu(), x.square()]
-            storages.extend(ref(y.untyped_storage()) for y in results)
-            for y in results:
-                y.grad_fn.metadata["lives as long"] = own = nn.Identity()
-                nodes.append(ref(own))
-            return results
+        def count():
+            losses = {}
+
+            def forward():
+                losses["auxiliary"] = y = x.sigmoid()
+                results = [x.exp(), x.relu(), x.square()]
+                storages.extend(ref(y.untyped_storage()) for y in (*results, y))
+                for y in results:
+                    y.grad_fn.metadata["lives as long"] = own = nn.Identity()
+                    nodes.append(ref(own))
+                return results
+
+            answer.saved_bytes(forward, nn.Module())
+            return losses
 
         with collector_paused():
-            answer.saved_bytes(forward, nn.Module())
-            alive = [storage() is not None for storage in storages]
+            losses = count()
+            alive = [storage() is not None for storage in storages[:3]]
             graph = [node() is not None for node in nodes]
-        what = "of exp, relu and square: results still alive"
+            del losses
+            alive.append(storages[3]() is not None)
+        what = "of exp, relu, square and an auxiliary loss: results still alive"
         cause = "what was returned is kept, or what was saved: by a hook, or by what a hook uses"
         suspect = "the pack hook keeps a tensor with its grad_fn, and so the graph holds itself"
-        cycle = {suspect: [True, True, False]} if any(graph) else {}
-        check_equal(alive, [False] * 3, what, cause=cause, suspects=cycle)
+        cycle = {suspect: [True, True, False, True]} if any(graph) else {}
+        check_equal(alive, [False] * 4, what, cause=cause, suspects=cycle)
 
     @pytest.mark.survives("saved_bytes", 4)
     @pytest.mark.parametrize("end", ENDINGS)

@@ -17,8 +17,7 @@ from kit.laws.scenarios import scenarios
 from kit.laws.toys import Block, mlp
 from kit.memory.ruler import LiveBytes, collector_paused, measure
 from specs.memory_measurement.failing import check_nothing_waits
-
-KIB = 1024
+from specs.memory_measurement.steps import KIB, chain, floats, training
 
 
 @scenarios("bytes (baseline, peak - baseline, retained)")
@@ -37,18 +36,6 @@ def agrees_with_the_ruler(answer, device, name, model, make=None, rows=20):
     got, want = (mine.peak - mine.baseline, mine.retained), (true.above_baseline, true.retained)
     near = all(abs(a - b) <= 0.02 * want[0] for a, b in zip(got, want, strict=True))
     return (want if near else got), want
-
-
-def floats(kib, **options):
-    return torch.ones(kib * KIB // 4, **options)
-
-
-def chain(kib, links):
-    """The last of some results in a row, each of which is freed when the next is there."""
-    y = floats(kib)
-    for _ in range(links):
-        y = y.neg()
-    return y
 
 
 class TestPart3PeakMemory:
@@ -74,6 +61,7 @@ class TestPart3PeakMemory:
         x = torch.ones(10, 128)
         yield "a tensor and views of it", (5, 0, 0), lambda: None, [x, x.t(), x[2:], x]
         yield "only a slice of it", (5, 0, 0), lambda: None, [x[7:]]
+        yield "in shared memory", (2, 0, 0), lambda: None, [floats(2).share_memory_()]
         yield "three floats", (12 / KIB, 0, 0), lambda: None, [torch.ones(3)]
         (leaf := floats(2, requires_grad=True)).grad = floats(2)
         yield "a leaf without its gradient", (2, 0, 0), lambda: None, [leaf]
@@ -138,9 +126,11 @@ class TestPart3PeakMemory:
     @pytest.mark.exact("peak_memory", "step")
     @counts("a warm-up run changes the state, or the result is kept, or gradients are put on")
     def test_runs_the_step_once_and_drops_its_result(self):
-        kept, x = [], floats(4, requires_grad=True)
+        kept, x, results = [], floats(4, requires_grad=True), {}
         yield "more each time", (0, 4, 4), lambda: kept.append(floats(4 + 4 * len(kept)))
         yield "a result", (0, 4, 0), lambda: floats(4)
+        yield "the caller's list", (0, 4, 4), lambda: kept.append(floats(4)) or kept
+        yield "the caller's dict", (0, 4, 4), lambda: results.update(y=floats(4)) or results
         with torch.no_grad():
             yield "the caller's no_grad", (4, 8, 4), lambda: kept.append(x.exp().tanh()), [x]
 
@@ -196,6 +186,13 @@ class TestPart3PeakMemory:
             step = mode()(lambda: kept.append(floats(2)))
             yield f"a step under {mode.__name__}", (0, 2, 2), step
 
+        def goes_on():
+            with suppress(RuntimeError):
+                x @ x[1:]
+            kept.append(floats(2))
+
+        yield "an operation fails, and the step goes on", (2, 2, 2), goes_on, [x]
+
     @pytest.mark.survives("peak_memory", 2)
     @counts("a list or a loop's variable keeps them alive, or the emptying counts as the step")
     def test_empties_an_iterator_and_keeps_nothing(self):
@@ -247,6 +244,10 @@ class TestPart3PeakMemory:
             y.untyped_storage().resize_(16 * KIB)
 
         yield "gathered when another is freed", (6, 14, 14), step, [x, y]
+        both = [torch.empty(0)]
+        fill = lambda: [t.untyped_storage().resize_(4 * KIB) for t in both]  # noqa: E731
+        more = lambda: both.append(torch.empty(0)) or fill()  # noqa: E731
+        yield "two that were empty, an old one and a new one", (0, 8, 8), more, both[:]
 
     @pytest.mark.survives("peak_memory", 3)
     def test_a_step_may_measure_too(self, answer):
@@ -284,25 +285,11 @@ class TestPart3PeakMemory:
     @pytest.mark.survives("peak_memory", "Raises")
     def test_refuses_a_device_that_it_cannot_measure(self, answer):
         runs = []
-        for bad in ("mps", f"cuda:{torch.cuda.device_count()}", "tpu", "cpu zero", "meta"):
+        names = "mps", f"cuda:{torch.cuda.device_count()}", "meta"
+        for bad in (*names, *map(torch.device, names), "tpu", "cpu zero"):
             existing = iter([torch.ones(2)])
             call = partial(answer.peak_memory, lambda: runs.append(1), bad, existing)
-            check_raises(call, ValueError, mentions=[bad], when=f"for device {bad!r}")
+            mentions, when = [(str(bad), repr(bad))], f"for device {bad!r}"
+            check_raises(call, ValueError, mentions=mentions, when=when)
             cause = "the device is checked too late"
             check_equal((runs, len([*existing])), ([], 1), "runs, and what is left", cause=cause)
-
-
-def training(model, make, rows):
-    """A training step, or evaluation, and what exists before it."""
-    x, optimizer = torch.ones(7, rows, 128), make(model.parameters()) if make else None
-
-    def step():
-        with torch.set_grad_enabled(make is not None):
-            loss = model(x).square().mean()
-        if make:
-            loss.backward()
-            optimizer.step()
-
-    model(x).square().mean().backward()  # libraries take their workspaces once
-    model.zero_grad()
-    return step, [x, *model.parameters()]

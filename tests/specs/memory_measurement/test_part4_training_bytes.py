@@ -146,12 +146,14 @@ class TestPart4TrainingBytes:
     @pytest.mark.survives("training_bytes", "Raises")
     def test_refuses_bad_input(self, answer):
         bad = {
-            "10, 'adamw8bit'": "adamw8bit",
-            "10, 'Adam'": "Adam",
             "-5, 'adam'": -5,
             "-6, 'lora_4bit', trainable=1": -6,
             "10, 'lora_16bit'": None,
         }
+        names = ("adamw8bit", "Adam", " adam", "adam_amp", "sgd-momentum", "master", "momentum")
+        bad |= {f"10, {name!r}": name for name in names}
+        names = ("lora", "lora_4", "lora_8bit", "lora_32bit", "lora-16bit", "LoRA_4bit")
+        bad |= {f"10, {name!r}, trainable=1": name for name in names}
         bad |= {f"10, 'adam', ranks={n}": n for n in (0, -2)}
         bad |= {f"10, 'adam', zero_stage={n}": n for n in (4, -1)}
         bad |= {f"10, 'adam', trainable={n}": n for n in (77, 0)}
