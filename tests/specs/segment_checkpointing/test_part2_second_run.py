@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ class TestPart2SecondRun:
         yield "dropout", lambda call: call(layers[0], x)
         yield "a row", lambda c: c(layers[2], c(layers[1], c(layers[0], x)))
         yield "one layer twice", lambda c: c(layers[0], F.dropout(c(layers[0], x), 0.3))
+        yield "one layer twice on one tensor", lambda c: c(layers[0], x) * 2 + c(layers[0], x)
         noise = lambda a: a.exp() * torch.ones_like(a).uniform_()  # noqa: E731
         yield "a function without arguments", lambda c: c(lambda: layers[0](fixed))
         yield "a function that draws", lambda c: c(noise, x * 1)
@@ -124,7 +126,8 @@ class TestPart2SecondRun:
                 others = rest[0], which.flip(0), b[which], *rest[1:4]
                 return scale, out, None, True, a.exp() + b, *others
 
-            out = call(function, a, None, 3, b, which, NAME, [1, 2], {"k": None}, "word", NORM)
+            others = NAME, [1, 2], {"k": None}, "word", NORM, np.ones(2)
+            out = call(function, a, None, 3, b, which, *others)
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
 
         yield "tensors and other things", mixture
@@ -213,8 +216,8 @@ class TestPart2SecondRun:
             return first
 
         yield "each output, and the first again", step
-        again = lambda c: (out := c(layers[0], x), out.sum().backward(retain_graph=True))[0]  # noqa: E731
-        yield "the same again", again
+        again = lambda loss: [loss.backward(retain_graph=True) for _ in range(3)]  # noqa: E731
+        yield "the same four times", lambda c: (out := c(layers[0], x), again(out.sum()))[0]
 
     @pytest.mark.survives("checkpoint", 5)
     @pytest.mark.parametrize("end", [end for end in ENDINGS if end != "success"])

@@ -48,14 +48,13 @@ class TestPart2Tensors:
             def step(call, which=which):
                 args, runs = arguments(), []
 
-                def function(a, b, i, c, scale, rows):
+                def function(a, b, i, c, scale, weight, rows):
                     runs.append(1)
-                    return (a * b).exp()[i] * c.real * scale * rows
+                    return (a * b).exp()[i] * c.real * scale * weight * rows
 
-                loss = call(function, *args[:-1], args[-1][1:]).sum()
+                loss = call(KINDS[which % 3](function), *args[:-1], args[-1][1:]).sum()
                 loss.backward(retain_graph=True)
-                with torch.no_grad():
-                    (*args, args[0][1:])[which].add_(1)
+                change((*args, args[0][1:])[which])
                 runs.clear()
                 try:
                     loss.backward()
@@ -94,9 +93,10 @@ class TestPart2Tensors:
             for what, result in results.items():
 
                 def function(*args, which=which, result=result):
-                    (*args, args[0][1:])[which].add_(1)
+                    change((*args, args[0][1:])[which])
                     return result(args[0])
 
+                function = KINDS[which % 3](function)
                 step = lambda call, f=function: call(f, *arguments())  # noqa: E731
                 yield f"the function changes {name} and returns {what}", RuntimeError, step
         in_place = lambda call: call(nn.ReLU(inplace=True), arguments()[0])  # noqa: E731
@@ -137,13 +137,14 @@ class TestPart2Tensors:
         x, runs = draw.randn(5, device=device, requires_grad=True), []
         kinds = {"": x, ", of data": x.detach(), ", of indices": x.argsort()}
         kinds[", of parameters"] = nn.Parameter(x.detach())
+        function = w.Applied(lambda *_: runs.append(1) or x * 2)
         for what, t in kinds.items():
             hidden = {"list": [t], "list of lists": [[t]], "tuple": (1, t)}
             hidden |= {"namedtuple": w.Pair(1, t), "dict": {"x": t}, "dict in a list": [{"x": t}]}
             hidden |= {"OrderedDict": OrderedDict(x=t), "defaultdict": defaultdict(list, x=[t])}
             hidden["dict of one's own"] = type("Batch", (dict,), {})(x=t)
             for name, given in hidden.items():
-                call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)
+                call = partial(answer.checkpoint, function, 3, given)
                 when, kind = f"for a tensor in a {name}{what} that is given", type(given).__name__
                 check_raises(call, TypeError, mentions=[kind], when=when)
         cause = "arguments are looked at after the first run"
@@ -169,8 +170,16 @@ class TestPart2Tensors:
 
 def arguments():
     complexes, scale, rows = w.data(3, dtype=torch.complex64), torch.tensor(2.0), w.data(3, 3)
-    return w.leaf(5) * 1, w.data(5), torch.arange(3), complexes, scale, rows
+    weight = nn.Parameter(w.data(3))
+    return w.leaf(5) * 1, w.data(5), torch.arange(3), complexes, scale, weight, rows
 
 
+@torch.no_grad()
+def change(tensor):
+    """In place, and what the numbers add up to stays."""
+    tensor.copy_(tensor.flip(0)) if tensor.dim() else tensor.add_(1)
+
+
+KINDS = (w.Applied, partial, lambda function: function)
 ARGUMENTS = ("the input", "a tensor without gradient", "indices", "complex numbers")
-ARGUMENTS += ("a scale of 0 dimensions", "rows of a batch", "a view of the input")
+ARGUMENTS += ("a scale of 0 dimensions", "a parameter", "rows of a batch", "a view of the input")

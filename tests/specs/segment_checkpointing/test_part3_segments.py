@@ -72,6 +72,7 @@ class TestPart3Segments:
         for kind, name in zip(kinds, ("list", "tuple", "ModuleList", "Sequential"), strict=True):
             first, *layers = w.chain(4, x.device)[0]
             yield f"a {name}, with one layer twice", kind([first, *layers, first]), x, 3
+        yield "1,200 layers in 1,200 segments", [nn.Tanh()] * 1200, x, 1200
 
     @pytest.mark.works("run_in_segments", "written here")
     def test_segments_are_not_torchs_own(self, answer, device):
@@ -174,6 +175,9 @@ class TestPart3Segments:
         mentions = [segments, count] if count else []
         when = f"for {segments} segments of {count} layers"
         check_raises(call, ValueError, mentions=mentions, when=when)
+        for mode in (torch.no_grad, torch.inference_mode):
+            under = f"{when} under {mode.__name__}"
+            check_raises(mode()(call), ValueError, mentions=mentions, when=under)
         cause = "the numbers are checked when layers have run already"
         check_equal(log, [], "layers that ran", cause=cause)
 

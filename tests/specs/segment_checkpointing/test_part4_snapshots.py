@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ def as_plain_backward(answer, device, name, layers, x, snapshots, loss_fn=w.loss
         return call(layers, before(x) if before else x, loss_fn, snapshots).detach()
 
     want = w.plainly(step, device, plain_backward)
-    return w.observe(answer.backward_with_snapshots, step, device), want
+    with patch.object(Own, "call", staticmethod(answer.checkpoint)):
+        return w.observe(answer.backward_with_snapshots, step, device), want
 
 
 @scenarios("runs of layers and of the loss")
@@ -63,12 +65,13 @@ def runs(answer, device, name, count, snapshots):
     return [len(log), len(losses)], [count + closed_form(count, snapshots), 1]
 
 
-class Applied(nn.Module):
-    """A function as a layer."""
+class Own(nn.Sequential):
+    """A layer that checkpoints itself."""
 
-    def __init__(self, function):
-        super().__init__()
-        self.forward = function
+    call = staticmethod(w.plain_call)
+
+    def forward(self, x):
+        return self.call(super().forward, x)
 
 
 class WithHead(nn.Linear):
@@ -133,13 +136,13 @@ class TestPart4Snapshots:
             yield f"data, {frozen} frozen layers", layers, x, 2
             yield f"data from another layer, {frozen} frozen", layers, x, 2, w.loss_of, before
         layers = w.chain(6, x.device)[0]
-        layers[3], layers[4] = Applied(lambda y: y[:, 0].argsort()), nn.Embedding(13, 5)
+        layers[3], layers[4] = w.Applied(lambda y: y[:, 0].argsort()), nn.Embedding(13, 5)
         yield "indices between", layers, x, 2
         layers = w.chain(6, x.device)[0]
-        layers[2], layers[3] = Applied(torch.fft.fft), Applied(torch.abs)
+        layers[2], layers[3] = w.Applied(torch.fft.fft), w.Applied(torch.abs)
         yield "complex numbers between", layers, x, 2
         layers, scale = w.chain(6, x.device)[0], w.leaf(5)
-        layers[1] = layers[4] = Applied(lambda y: y * scale)
+        layers[1] = layers[4] = w.Applied(lambda y: y * scale)
         seen = lambda x, scale=scale: x  # noqa: E731
         yield "a leaf that layers use", layers, x, 2, w.loss_of, seen
         words = w.chain(6, x.device)[0]
@@ -147,7 +150,8 @@ class TestPart4Snapshots:
         yield "indices", words, torch.arange(13), 2
         doubles = w.chain(5, x.device)[0].double(), w.leaf(13, 5, dtype=torch.float64)
         yield "float64", *doubles, 2, torch.mean
-        yield "unequal widths", mlp(5, 9, 2, 7, device=x.device), x, 2
+        in_place = lambda out: w.loss_of(out.mul_(2))  # noqa: E731
+        yield "unequal widths, the loss in place", mlp(5, 9, 2, 7, device=x.device), x, 2, in_place
         yield "a loss with parameters", w.chain(5, x.device)[0], x, 2, WithHead(5, 3)
         layers = [*w.chain(5, x.device)[0]]
         layers[3] = layers[1]
@@ -167,11 +171,12 @@ class TestPart4Snapshots:
             layer.linear.weight.register_hook(lambda grad: (grad @ grad).float())
         with torch.autocast(x.device.type, torch.bfloat16):
             yield "a head in the loss, and hooks, under autocast", layers, x, 2, WithHead(5, 3)
+        yield "layers that checkpoint themselves", list(map(Own, w.chain(5, x.device)[0])), x, 2
 
     @pytest.mark.exact("backward_with_snapshots", "runs")
     @runs("another schedule is run than is counted, or the loss is computed again")
     def test_runs_as_many_layers_as_it_says_and_the_loss_once(self):
-        for count, snapshots in RUNS:
+        for count, snapshots in [*RUNS, (150, 2)]:
             yield f"{count} layers, {snapshots} snapshots", count, snapshots
 
     @pytest.mark.saves("backward_with_snapshots", "peak")

@@ -46,6 +46,14 @@ def chain(count, device, *, width=5, dropout=0.25):
     return nn.ModuleList(layers).to(device), log
 
 
+class Applied(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
 class Stops(torch.autograd.Function):
     """tanh, whose backward has no gradient to give."""
 
@@ -112,13 +120,13 @@ def named(things):
 
 
 class Call:
-    """What a step calls: the checkpoint, or plain PyTorch in its place."""
+    """What a step calls: the checkpoint, or plain PyTorch in its place. `call` is that alone."""
 
     def __init__(self, call):
-        self._call, self.results, self.notes = call, [], []
+        self.call, self.results, self.notes = call, [], []
 
     def __call__(self, *args):
-        result = self._call(*args)
+        result = self.call(*args)
         self.results.append(described(result))
         return result
 
