@@ -158,8 +158,9 @@ def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
 
 def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     # In float64: the square of 1e30 is no float32.
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients]
+    nothing = torch.zeros((), dtype=torch.float64, device=device)  # where nothing has a gradient
+    total: Tensor = torch.linalg.vector_norm(torch.stack([nothing, *norms]))
     return total
 
 

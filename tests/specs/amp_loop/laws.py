@@ -2,6 +2,7 @@
 
 import math
 from collections import namedtuple
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,17 @@ from kit.laws.twists import option, put
 def laid_otherwise(grad):
     """A copy; of a matrix it lies in memory as a transposed weight's gradient, by columns."""
     return grad.t().contiguous().t() if grad.dim() == 2 else grad.clone()
+
+
+@contextmanager
+def default_dtype(dtype):
+    """Inside, new tensors have this dtype, as where a 16-bit model is built."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def one_step():
@@ -58,7 +70,8 @@ def train_step(w):
         scaler.unscale_(w.optimizer)
     gradients = [p.grad for p in held if p.grad is not None]
     # In float64 no square of a float32 overflows, and no sum of them.
-    norm = torch.stack([g.to_dense().double().norm() for g in gradients]).norm()
+    norms = [g.to_dense().double().norm() for g in gradients]
+    norm = torch.stack([torch.zeros_like(loss).double(), *norms]).norm()
     max_norm = w.options.get("max_norm")
     if max_norm is not None and norm > max_norm:
         for g in gradients:

@@ -16,7 +16,7 @@ from kit.laws.toys import mlp, mse
 from kit.laws.trace import PlantedInterrupt, Probe
 from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import STEP, bad_options
+from specs.amp_loop.laws import STEP, bad_options, default_dtype
 
 in_each_precision, half = STEP.spec(*PRECISIONS), option(max_norm=0.5)
 
@@ -45,6 +45,19 @@ def long(w):
     transposed(w, 2049 if w.dtype == torch.float32 else 3)
 
 
+def temperature(w):
+    """A parameter without dimensions is trained: one number."""
+    leaf = w.extra["temperature"] = nn.Parameter(torch.tensor(1.5))
+    w.loss = lambda out, y: mse(out * leaf, y)
+
+
+def without_gradients(w):
+    """Of what the optimizer holds; in float16 GradScaler raises then."""
+    twists.unused(w)
+    if w.dtype != torch.float16:
+        w.foreign = tuple(dict(w.model.named_parameters()))
+
+
 def prompt(w):
     """The model has no parameters; its inputs are trained."""
     w.model, w.extra["prompt"] = nn.Sequential(Probe()), nn.Parameter(draw.randn(11, 5))
@@ -69,6 +82,8 @@ class TestPart1TrainStep:
         yield "w = 3", by_hand
         yield "w = 3, and the loss is overwritten afterwards", by_hand, twists.overwritten_loss
         yield "w = 3, and outputs and targets in float64", by_hand, in_float64
+        default = put(inside=[lambda: default_dtype(torch.bfloat16)])
+        yield "where torch's default is bfloat16", default, half
 
     @pytest.mark.exact("train_step", "autocast")
     @in_each_precision
@@ -112,7 +127,9 @@ class TestPart1TrainStep:
         yield "tied weights", twists.tied, half
         yield "a transposed weight", transposed, half
         yield "a long weight", long
+        yield "nothing has a gradient", without_gradients, half
         yield "only the inputs are trained", prompt, half
+        yield "a temperature, which has no dimensions", temperature, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision
@@ -232,6 +249,9 @@ class TestPart1TrainStep:
         yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
         again = insert(lambda: Recomputed(13, 13))
         yield "a layer that runs again", again, twists.inside_its_own_autocast
+        off = twists.inside_autocast(torch.bfloat16, enabled=False)
+        for dtype in (torch.bfloat16, torch.float16):
+            yield f"where it is off, inside {dtype}", twists.inside_autocast(dtype), off
 
     @pytest.mark.survives("train_step", "untouched")
     @in_each_precision

@@ -17,7 +17,7 @@ from kit.laws.scripts import play
 from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import laid_otherwise
+from specs.amp_loop.laws import default_dtype, laid_otherwise
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 OUT_OF_RANGE = {
@@ -42,7 +42,7 @@ class Side:
         scaler.scale(torch.zeros((), device=self.device))  # GradScaler makes its scale here
 
     def optimizer_of(self, sizes):
-        shapes = [(2, 2) if n == 4 else (n,) for n in sizes]
+        shapes = [{4: (2, 2), 1: ()}.get(n, (n,)) for n in sizes]
         params = [nn.Parameter(torch.ones(shape, device=self.device)) for shape in shapes]
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
         return torch.optim.SGD(groups, lr=0.125, momentum=0.5)
@@ -54,6 +54,11 @@ class Side:
 
     def freeze(self, optimizer):
         held(optimizer)[0].requires_grad_(False)
+
+    def clip(self, optimizer):
+        """No infinity and no NaN is left."""
+        for p in held(optimizer):
+            p.grad.nan_to_num_(nan=0.5).clamp_(-0.5, 0.5)
 
     def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None):
         """True gradients of `value`, scaled; `bad` at one of 16 places, none for one parameter."""
@@ -73,7 +78,7 @@ class Side:
     def reload(self, kind="own"):
         """Go on with a new scaler; what the old one does after the save must not leak into it."""
         old, state, other = self.scaler, self.state_dict(), self.optimizer_of([1])
-        held(other)[0].grad = torch.tensor([inf], device=self.device)
+        held(other)[0].grad = torch.tensor(inf, device=self.device)
         old.unscale_(other)
         old.update()
         new = self.make() if kind == "own" else GradScaler(self.device.type)
@@ -146,6 +151,8 @@ class TestPart2LossScaler:
         for dtype in ("float32", "bfloat16", "float16", "float64"):
             for scale in (70001.0, 1.0):
                 yield f"{dtype}, scale {scale}", f"scaled({dtype!r})", {"init_scale": scale}
+        with default_dtype(torch.bfloat16):
+            yield "torch's default is bfloat16", "scaled('float32')", {"init_scale": 70001.0}
 
     @pytest.mark.exact("LossScaler", "unscale_")
     @agrees("not every element of every gradient is looked at")
@@ -155,6 +162,8 @@ class TestPart2LossScaler:
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
         long = {"sizes": (7, 4, 2**22 + 7, 0)}
         yield "inf at the last of many", "backward(a, inf, at=-1); step(a); update()", long
+        number = {"sizes": (7, 1, 5, 0)}
+        yield "NaN in a single number", "backward(a, nan, at=7); step(a); update()", number
 
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
@@ -189,6 +198,9 @@ class TestPart2LossScaler:
         for done, again in product(("", "unscale_(a); "), ("", "step(a); ")):
             script = f"backward(a); {done}fail(a); step(a); {again}update(); {rounds(None)}"
             yield f"the optimizer fails: {done}{again}", script
+        for bad in (None, inf, nan):
+            script = f"{rounds(bad, calls='unscale_(a); clip(a); step(a)')}; {rounds(None)}"
+            yield f"{bad}, and gradients are clipped between", script
 
     @pytest.mark.exact("LossScaler", "state")
     @agrees("a number is missing in the state, is a tensor, or changes after the save")

@@ -3,13 +3,14 @@
 import math
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
@@ -46,7 +47,7 @@ class Opening(nn.Module):
 
 def draws(*_):
     """What a layer with noise does after a load."""
-    torch.rand(3)
+    draw.rand(3)
 
 
 def run(precision, device):
@@ -65,6 +66,8 @@ def run(precision, device):
     world.ready(device)
     world.scheduler = StepLR(world.optimizer, step_size=2, gamma=0.5)
     world.optimizer.param_groups[0]["lr"] = 0.015  # by hand: the schedule goes on from it
+    if precision == "fp32":  # a schedule of learning rate and betas
+        world.scheduler = OneCycleLR(world.optimizer, max_lr=0.03, total_steps=9)
     return world
 
 
@@ -181,6 +184,7 @@ class TestPart3Train:
     def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
         """Stopped in the middle of 6 steps; dropout, batch norm, schedule and scale in between.
 
+        Then it goes on in a new run, and once more in the one that was saved and went on.
         A scaler that is switched off has a state too: an empty one.
         """
         whole, path = go_on(run(precision, device), 0), tmp_path / "run.pt"
@@ -190,14 +194,16 @@ class TestPart3Train:
             go_on(first, 0, stop)
             answer.save_checkpoint(path, *parts(first))
             go_on(first, stop)
-            draw.seed(99)
-            second = run(precision, device)
-            second.model.register_load_state_dict_post_hook(draws)
-            second.model[1].eval()  # modes are the caller's business
-            answer.load_checkpoint(path, *parts(second))
-            second.model[1].train()
             want = whole | {"losses": whole["losses"][stop:]}
-            check_equal(go_on(second, stop), want, f"a stop at step {stop}", cause=cause)
+            draw.seed(99)
+            new = run(precision, device)
+            for second, where in ((new, ""), (first, ", loaded into the run that went on")):
+                second.model.register_load_state_dict_post_hook(draws)
+                second.model[1].eval()  # modes are the caller's business
+                answer.load_checkpoint(path, *parts(second))
+                second.model[1].train()
+                what = f"a stop at step {stop}{where}"
+                check_equal(go_on(second, stop), want, what, cause=cause)
 
     @pytest.mark.saves("train", "memory")
     @bar(
@@ -246,11 +252,12 @@ class TestPart3Train:
 
     @pytest.mark.survives("save_checkpoint", "atomic")
     def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path):
-        """The disk is full at any moment, pickling fails, Ctrl-C, the rename fails.
+        """The disk is full at any moment, pickling fails, Ctrl-C, the rename or a state fails.
 
         Others' files beside it stay, also such as look like half a file.
         """
-        world, path = run("fp32", device), tmp_path / "run.pt"
+        world, path = run("fp16", device), tmp_path / "run.pt"
+        states = "model", "optimizer", "grad_scaler", "scheduler"
         others = dict.fromkeys(("best.pt", "best.pt.tmp", "best.partial", ".notes.tmp"), True)
         for name in others:
             (tmp_path / name).write_bytes(b"mine")
@@ -259,10 +266,13 @@ class TestPart3Train:
         whole = path.read_bytes()
         go_on(world, 0, 2)
         cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"
-        for want, failure in product(({"run.pt": True}, {}), FAILURES):
+        for want, failure in product(({"run.pt": True}, {}), (*FAILURES, *states)):
             if not want:
                 path.unlink(missing_ok=True)
-            with failing(failure, world.model, len(whole)):
+            with failing(failure, world.model, len(whole)), pytest.MonkeyPatch.context() as patch:
+                if failure in states:
+                    part, planted = vars(getattr(world, failure)), Mock(side_effect=RuntimeError)
+                    patch.setitem(part, "state_dict", planted)
                 answer.save_checkpoint(path, *parts(world))
             found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
             files = {name: content in (whole, b"mine") for name, content in found.items()}

@@ -19,7 +19,7 @@ from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.laws import laid_otherwise
+from specs.amp_loop.laws import default_dtype, laid_otherwise
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.003)
@@ -55,10 +55,17 @@ def tangled():
     return nn.Sequential(*layers)
 
 
+def spoiled():
+    """And a NaN is left in a gradient of the frozen layer."""
+    (made := tangled())[0].weight.grad = torch.full((5,), nan)
+    return made
+
+
 def hollow():
-    """A weight without elements, as the share of a rank may be."""
+    """A weight without elements, as the share of a rank may be, and one without dimensions."""
     made = layer()
     made.empty = nn.Parameter(torch.empty(0, 5, dtype=torch.bfloat16))
+    made.number = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
     return made
 
 
@@ -132,6 +139,13 @@ class Side:
             self.trainer = self.make()
             self.load_state_dict(self.saved)
 
+    def load(self):
+        """The same trainer loads its own state; whether its optimizer is still the same one."""
+        optimizer = self.optimizer
+        if not isinstance(self.trainer, Twin):
+            self.load_state_dict(kept(self.state_dict()))
+        return self.optimizer is optimizer
+
     def seen(self):
         plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())
         grads = {name: p.grad for name, p in params.items() if p.grad is not None}
@@ -197,7 +211,13 @@ class TestPart4MasterWeights:
     @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
     def test_masters_are_float32_leaves(self):
         yield "before the first step", "zero_grad()"
-        yield "in groups", "backward(); step(); reload(); backward(); step()", GROUPS
+        script = "backward(); step(); reload(); backward(); step()"
+        yield "in groups", script, GROUPS
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            with default_dtype(dtype):
+                yield f"torch's default dtype is {dtype}", script, ADAM
+        script = "backward(); step(); fail(); load(); step(); step()"
+        yield "after a load, with a hook on the optimizer", script, ADAM
 
     @pytest.mark.exact("MasterWeights", "state")
     @agrees("masters are made anew from 16-bit weights, or the optimizer's state is lost")
@@ -262,6 +282,7 @@ class TestPart4MasterWeights:
             for build in (tangled, hollow):
                 script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
                 yield f"{build.__name__}, {call}", script, SGD, build
+        yield "a NaN in a frozen layer's gradient", "backward(); step(); step(8.0)", SGD, spoiled
 
     @pytest.mark.survives("MasterWeights", 3)
     @agrees("an earlier gradient, or zeros, step a parameter without one")
@@ -272,8 +293,10 @@ class TestPart4MasterWeights:
             script = f"backward(); step(); backward(1, {bad}); step(); {again}"
             yield f"{bad}, {call}, {missing}", script, (SGD, ADAM)[missing]
         for name in ("weight", "bias"):
-            frozen = f"zero_grad(); model.{name}.requires_grad_(False); backward(-0.5); step()"
-            yield f"the {name} is frozen meanwhile", f"backward(); step(); {frozen}"
+            freeze = f"model.{name}.requires_grad_(False)"
+            for when in ("zero_grad(); {}", "{}; zero_grad()"):
+                script = f"backward(); step(); {when.format(freeze)}; backward(-0.5); step()"
+                yield f"the {name} is frozen meanwhile: {when.format('freeze')}", script
 
     @pytest.mark.survives("MasterWeights", 4)
     @agrees("the sum or the norm of a gradient is looked at, or the 16-bit gradient")
