@@ -139,7 +139,7 @@ def accumulate_tokens(
     Details:
         1. A micro-batch without a labelled token adds zeros, and need not run.
         2. Neither targets nor logits need be contiguous.
-        3. Logits in 16 bits become float32 before the loss.
+        3. 16-bit logits become float32 before the loss.
         4. Parameters without a gradient, those of others, errors, and autocast are as in
            `accumulate`.
     """
@@ -335,8 +335,8 @@ def accumulate_on_ranks(
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP without `find_unused_parameters`, buffers or a pending backward pass;
-            outside `no_sync()`.
+        model: in DDP without `find_unused_parameters`, `static_graph`, buffers or a pending
+            backward pass; outside `no_sync()`.
 
     Returns:
         This rank's share of the mean loss; all add up to it.
@@ -348,8 +348,8 @@ def accumulate_on_ranks(
         1. Any micro-batch, or a whole rank, may be without a labelled token.
         2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
-        4. The rank with the bad window names what is bad. A window that raises when read is bad
-           too: that error, or ValueError.
+        4. The rank with the bad window names what is bad. A window that raises when first read is
+           bad too: that error, or ValueError.
         5. Old gradients, parameters without a gradient, an error that all ranks meet before the
            last loss, and autocast are as in `accumulate`.
     """

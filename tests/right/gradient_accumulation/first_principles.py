@@ -180,7 +180,7 @@ def accumulate_tokens(
         raise ValueError(f"0 labelled tokens in {len(micro_batches)} micro-batches")
     params = _held(optimizer)
     _drop_gradients(params)
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32)
     for batch in micro_batches:
         nll = _token_nll(model, batch, ignore_index)
         nll.backward()
@@ -222,7 +222,7 @@ def train_epoch(
         params = _held(optimizer)  # anew: more may have joined
         with _all_or_nothing(model, params):
             samples = 0
-            total = torch.zeros(())
+            total = torch.zeros((), dtype=torch.float32)
             for batch in chain([first], islice(source, window - 1)):
                 # The gradients are at any moment those of the mean over the samples so far. So the
                 # window's size need not be known before its end, and no micro-batch is ever scaled
@@ -251,6 +251,7 @@ def train_epoch(
             if scaler is not None:
                 scaler.update()
             _drop_gradients(params)
+            torch.clear_autocast_cache()  # a hook may have run the model before the step
         if finite and scheduler is not None:
             scheduler.step()
         results.append(WindowResult(total / samples, norm.float(), not finite))
@@ -306,7 +307,7 @@ def accumulate_on_ranks(
         nll.backward()
         return nll.detach()
 
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     with model.no_sync():
         for batch in micro_batches[:-1]:
             total = total + backward(batch)

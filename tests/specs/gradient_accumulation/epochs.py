@@ -38,10 +38,13 @@ from specs.gradient_accumulation.scenarios import (
     OWN_LOSS,
     STEPS,
     UNDER,
+    bad,
+    dropout,
+    failing,
+)
+from specs.gradient_accumulation.twists import (
     Row,
     Rows,
-    bad,
-    failing,
     gradient_of_another,
     in_float64,
     norm_first,
@@ -52,6 +55,8 @@ from specs.gradient_accumulation.scenarios import (
     sequences,
     sizes,
     tag,
+    targets_in_bfloat16,
+    transposed_weights,
 )
 
 INF, NAN, HALF = math.inf, math.nan, option(max_norm=0.5)
@@ -145,7 +150,8 @@ FLOAT32: dict[str, Rows] = {
     "data": {"six micro-batches": (only(*range(6)),)},
     "clipping": {
         "a loss with a parameter, clipped": (loss_with_a_parameter, HALF),
-        "max_norm that nothing reaches": (option(max_norm=1e4),),
+        "max_norm that nothing reaches": (option(max_norm=10_000),),
+        "max_norm 1, and transposed weights": (option(max_norm=1), transposed_weights),
         "max_norm inf": (option(max_norm=INF),),
         "gradients of zero": (option(max_norm=1.0), put(loss=lambda out, y: mse(out, y) * 0)),
         "a group for each parameter, clipped": (HALF, put(groups=True)),
@@ -166,7 +172,7 @@ FLOAT32: dict[str, Rows] = {
         "parameters that are trained in turn": (trained_in_turn,),
         "a layer that joins after the first window": (joins, HALF),
         "a foreign parameter": (foreign, HALF, tag("foreign")),
-        "a gradient that another optimizer will step on": (unused, gradient_of_another, HALF),
+        "a gradient that another optimizer will step on": (unused, gradient_of_another(), HALF),
         "nothing that is held has a gradient": (nothing_to_train, HALF),
     },
     "autocast of the caller": {
@@ -189,7 +195,9 @@ FLOAT32: dict[str, Rows] = {
         "the step fails, and the next epoch": (fails("step", 2), RETRIED),
         "the data fail at once": (stale, fails("data", 2), tag("early")),
         "the model fails, a loss with a parameter": (loss_with_a_parameter, fails("model", 5)),
-        "the model fails, a foreign parameter": (foreign, fails("model", 5), tag("foreign")),
+        "the model fails, a foreign parameter": (
+            *(foreign, gradient_of_another(), fails("model", 5), tag("foreign")),
+        ),
         **UNDER,
         **BAD_BATCHES,
     },
@@ -202,6 +210,7 @@ SIXTEEN_BITS: dict[str, Rows] = {
         "a loss that ends in a matrix product": (loss_with_a_matrix_product,),
         "a loss with a parameter": (loss_with_a_parameter, HALF),
         "samples of several lengths": (sequences,),
+        "targets in bfloat16": (targets_in_bfloat16,),
         "a model without parameters": (only_the_loss,),
         **{
             f"inside the caller's autocast to {str(dtype)[6:]}": (
@@ -245,6 +254,8 @@ FLOAT16: dict[str, Rows] = {
         "an infinite gradient at 1, clipped": (gradient(INF, 1), option(max_norm=1.0)),
         "an infinite gradient at 6": (gradient(INF, 6), trained_before),
         "a NaN gradient at 7": (gradient(NAN, 7), trained_before),
+        "an infinite gradient at 1, and dropout": (*dropout(), gradient(INF, 1)),
+        "an infinite gradient of another optimizer": (gradient_of_another(INF), HALF),
         "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
         "a fused optimizer, which the scaler always calls": (
             put(sgd={"lr": 0.02, "momentum": 0.9, "fused": True}),

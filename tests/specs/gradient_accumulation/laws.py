@@ -19,8 +19,9 @@ from specs.gradient_accumulation.epochs import (
     SIXTEEN_BITS,
     epoch,
 )
-from specs.gradient_accumulation.scenarios import ACCUMULATE, Rows, window
+from specs.gradient_accumulation.scenarios import ACCUMULATE, window
 from specs.gradient_accumulation.tokens import TOKENS, tokens
+from specs.gradient_accumulation.twists import Rows
 
 
 def _broke_off(want: Trace, w: World) -> bool:
@@ -97,6 +98,7 @@ def _clauses(
         "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
         "grad_norm": ("clipping", "it is still scaled, clipped, or not over all that was trained"),
         "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),
+        "a gradient of another": (step, "it is cleared, but is of another optimizer"),
         "kept gradients": (step, "gradients are cleared, or begun, at another moment"),
         "weights": (step, "another step was taken"),
         "optimizer state": (step, "another step was taken"),

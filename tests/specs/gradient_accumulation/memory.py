@@ -6,8 +6,9 @@ activations: 256 rows through four hidden layers of 96 (0.39 MB, three times the
     node, which ends with the last name for the loss.
 gradients: 12 weights of 64 x 64, 3 rows, 3 micro-batches. At most one micro-batch's pass with one
     set of gradients, and 0.35 G: room for one gradient and its square at a time, in float64 too.
-data: 64 rows of 4,096 numbers (1 MiB) for a layer of 8, in windows of two that are made when they
-    are asked for. The data of a window, of one micro-batch more, and its pass.
+data: 64 rows of 4,096 numbers (1 MiB), which lie by columns, for a layer of 8, in windows of two
+    that are made when they are asked for. The data of a window, of one micro-batch more, and its
+    pass.
 wide_output: 64 rows of 4,096 logits, L = 1 MiB. In the backward pass there are the
     log-probabilities that the loss has saved, their gradient and that of the logits: 3 L, and the
     gradient of the weight W beside the sum. Logits that a name still holds make 4 L. At most
@@ -111,6 +112,8 @@ def of_samples(name: str, device: torch.device, dtype: torch.dtype = torch.float
     model = mlp(*widths, device=device, activation=Keeping)
     inputs = [draw.randn(rows, widths[0], device=device) for _ in range(count)]
     targets = [draw.randn(rows, widths[-1], device=device) for _ in inputs]
+    if name == "data":
+        inputs = [draw.randn(widths[0], rows, device=device).t() for _ in inputs]
     loss = mse
     if name == "wide_output":
         targets = [draw.randint(CLASSES, (rows,), device=device) for _ in inputs]

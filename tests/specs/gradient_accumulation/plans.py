@@ -14,10 +14,20 @@ from kit.laws.checks import in_scenario
 from kit.laws.law import Law
 from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import PlantedInterrupt, Trace, World, observe
-from kit.laws.twists import Twist, fails, foreign, frozen, put, stale, trained_before, unused
+from kit.laws.twists import (
+    Twist,
+    fails,
+    foreign,
+    frozen,
+    in_unusual_modes,
+    put,
+    stale,
+    trained_before,
+    unused,
+)
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.laws import FREE, rounding
-from specs.gradient_accumulation.scenarios import IN_AUTOCAST, in_float64, tag
+from specs.gradient_accumulation.scenarios import IN_AUTOCAST
 from specs.gradient_accumulation.tokens import (
     NO_TOKENS,
     UNEQUAL,
@@ -27,6 +37,14 @@ from specs.gradient_accumulation.tokens import (
     masked,
     tokens,
     transposed,
+)
+from specs.gradient_accumulation.twists import (
+    in_default_dtype,
+    in_float64,
+    runs_before_the_step,
+    tag,
+    transposed_weights,
+    zero_gradients,
 )
 
 CPU = torch.device("cpu")
@@ -76,12 +94,15 @@ GROUPS: dict[str, dict[str, Plan]] = {
     "divisor": {
         "12 tokens and 1": Plan((((3, 4, 12),), ((4, 3, 1),))),
         "1 micro-batch and 3": Plan((((2, 5, 6),), ((1, 4, 3), (3, 3, 8), (2, 2, 1)))),
-        "2,049 tokens and 4, frozen weights in bfloat16": Plan(
-            (((3, 700, 2049),), ((1, 4, 4),)), (frozen_in_bfloat16,)
+        "2,049 tokens and 4, frozen weights in bfloat16, which is the default dtype": Plan(
+            (((3, 700, 2049),), ((1, 4, 4),)),
+            (frozen_in_bfloat16, in_default_dtype(torch.bfloat16)),
         ),
+        "infinite losses": Plan((((3, 4, 12),), ((4, 3, 1),)), (masked,)),
         "the same micro-batch again": Plan(UNEVEN, again=True),
         "a model in float16": Plan(UNEVEN, in_sixteen_bits(torch.float16)),
         "ignore_index 0, logits transposed": Plan(UNEVEN, (transposed,), ignore_index=0),
+        "ignore_index 255": Plan(UNEVEN, ignore_index=255),
     },
     "no labels": {
         "a rank without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 3, 0),)),
@@ -96,7 +117,11 @@ GROUPS: dict[str, dict[str, Plan]] = {
         "stale gradients in buckets": Plan(SEVERAL, (stale, unused), bucket_view=True),
         "a parameter without a gradient": Plan(UNEVEN, (unused,)),
         "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
-        "inside the caller's autocast": Plan(SEVERAL, IN_AUTOCAST),
+        "inside the caller's autocast": Plan(SEVERAL, (*IN_AUTOCAST, runs_before_the_step)),
+        "gradients of zero, and transposed weights": Plan(
+            UNEVEN, (zero_gradients, transposed_weights, trained_before)
+        ),
+        "other modes of torch than usual": Plan(SEVERAL, (in_unusual_modes,)),
         "eval mode": Plan(UNEVEN, (lambda w: w.model.eval(),)),
     },
     "after errors": {
@@ -118,8 +143,9 @@ GROUPS: dict[str, dict[str, Plan]] = {
             )
         },
         **{f"no micro-batch on rank {rank}": _bad({rank: NOTHING}) for rank in (0, 1)},
-        "data that cannot be read on rank 1": _bad({1: (UNREADABLE,)}),
+        **{f"data that cannot be read on rank {n}": _bad({n: (UNREADABLE,)}) for n in (0, 1)},
         "a window that cannot be read on rank 0": _bad({0: (UNREADABLE,)}, ((), UNEQUAL)),
+        "a window that cannot be read on rank 1": _bad({1: (UNREADABLE,)}, (UNEQUAL, ())),
         "two shapes on rank 0, under the caller's no_grad": Plan(
             UNEVEN, (trained_before, put(inside=[torch.no_grad])), {0: SHAPES}, refused=True
         ),

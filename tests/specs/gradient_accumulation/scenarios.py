@@ -1,25 +1,21 @@
-"""The worlds that accumulate is put into, and what those of the others are made of."""
+"""The scenarios of accumulate, and what those of the others are made of."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-from kit.laws import draw
-from kit.laws.trace import PlantedInterrupt, Probe, World
+from kit.laws.trace import PlantedInterrupt, World
 from kit.laws.twists import (
-    Pair,
     Twist,
     fails,
     foreign,
     frozen,
+    in_unusual_modes,
     insert,
     inside_autocast,
     joins,
@@ -32,144 +28,52 @@ from kit.laws.twists import (
     trained_before,
     unused,
 )
-
-Row = tuple[Twist, ...]
-Rows = Mapping[str, Row]
-
-
-def regression(*sizes: int) -> World:
-    """A small model, and micro-batches of so many samples; targets of number n lie around 2 n."""
-    draw.seed(3)
-    model = nn.Sequential(nn.Linear(7, 13), Probe(), nn.Tanh(), nn.Linear(13, 5))
-    batches = [(draw.randn(size, 7), draw.randn(size, 5) + 2 * n) for n, size in enumerate(sizes)]
-    return World(model, batches, sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
+from specs.gradient_accumulation.twists import (
+    Checkpointed,
+    OutOfMemory,
+    Row,
+    Rows,
+    gradient_of_another,
+    in_default_dtype,
+    in_float64,
+    infinite_loss,
+    inputs_with_a_parameter,
+    kept_losses,
+    loss_in_mode,
+    norm_first,
+    only,
+    only_the_loss,
+    pairs,
+    refilled,
+    regression,
+    repeated,
+    runs_before_the_step,
+    sequences,
+    sizes,
+    tag,
+    transposed_weights,
+    with_autocast_off,
+    zero_gradients,
+)
 
 
 def window() -> World:
     return regression(9, 1, 4)
 
 
-def sizes(*numbers: int) -> Twist:
-    """Micro-batches of so many samples."""
-    return lambda w: put(batches=regression(*numbers).batches)(w)
-
-
-def only(*numbers: int) -> Twist:
-    """These micro-batches only."""
-    return lambda w: put(batches=[w.batches[n] for n in numbers])(w)
-
-
-def tag(*names: str) -> Twist:
-    return lambda w: w.tags.update(names)
-
-
-def sequences(w: World) -> None:
-    """Samples are sequences of several lengths; output and target cannot change places."""
-    shapes = ((3, 2), (1, 9), (2, 4), (2, 3), (4, 1), (1, 5), (2, 2))[: len(w.batches)]
-    w.batches = [
-        (draw.randn(*shape, 7), draw.randn(*shape, 5) + 2 * n) for n, shape in enumerate(shapes)
-    ]
-    w.loss = lambda out, y: ((out - y).square() * y.abs()).flatten(1).mean(1).mean()
-
-
-def repeated(w: World) -> None:
-    """The last micro-batch three times, and not all in a row; the pair is the same object."""
-    w.after.append(lambda w: put(batches=[w.batches[-1], *w.batches, w.batches[-1]])(w))
-
-
-def norm_first(w: World) -> None:
-    """Behind a layer with a bias, that bias would have a gradient of rounding errors."""
-    assert isinstance(w.model, nn.Sequential)
-    w.model.insert(0, nn.BatchNorm1d(7))
-
-
 def dropout(**mode: bool) -> Row:
     return (insert(lambda: nn.Dropout(0.5), **mode),)
-
-
-def pairs(w: World) -> None:
-    """A tuple of micro-batches, in lists and named tuples in turn, as a DataLoader makes them."""
-    makers = itertools.cycle([list, Pair._make])
-    w.after.append(lambda w: put(batches=(*(next(makers)(b) for b in w.batches),))(w))
-
-
-def in_float64(w: World) -> None:
-    """The model, and data that are numbers of its kind."""
-    w.model.double()
-    w.batches = [[t.double() if t.is_floating_point() else t for t in b] for b in w.batches]
-    w.tags.add("float64")
-
-
-class OutOfMemory(torch.OutOfMemoryError):
-    """As an allocator has it: known by its kind, or by its words."""
-
-    def __str__(self) -> str:
-        return "CUDA out of memory"
-
-
-class Checkpointed(nn.Tanh):
-    """Runs again in the backward pass, in the older way that libraries still have."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(super().forward, x, use_reentrant=True)
-        return result
-
-
-def kept_losses(w: World) -> None:
-    """The loss keeps what it returns, as one that logs does."""
-    inner, kept = w.loss, list[Tensor]()
-
-    def loss(*args: Tensor) -> Tensor:
-        kept.append(inner(*args))
-        return kept[-1]
-
-    @contextmanager
-    def outer() -> Iterator[None]:
-        yield
-        w.notes["losses that the loss function kept"] = [x.detach() for x in kept]
-
-    w.loss = loss
-    w.inside.append(outer)
-
-
-def infinite_loss(w: World) -> None:
-    """Of the second micro-batch."""
-    inputs, targets = w.batches[1]
-    w.batches[1] = (inputs, targets * math.inf)
-
-
-def only_the_loss(w: World) -> None:
-    """The model has nothing to train."""
-    loss_with_a_parameter(w)
-    inner, w.model = w.loss, nn.Sequential(Probe(), nn.Tanh())
-    w.loss = lambda out, y: inner(out[:, :5], y)
-
-
-def refilled(w: World) -> None:
-    """The next window comes in the same tensors."""
-
-    def visit(place: str) -> None:
-        for tensor in itertools.chain(*w.batches) if place == "next window" else ():
-            tensor[:, 1:] = tensor[:, :1]
-
-    w.visits, w.tags = visit, {*w.tags, "twice"}
-
-
-def with_autocast_off(w: World) -> None:
-    """Inside whatever there is."""
-    w.inside.append(lambda: torch.autocast(w.device.type, enabled=False))
-
-
-def gradient_of_another(w: World) -> None:
-    """The model has a parameter of another optimizer, which is in the middle of a window."""
-    theirs = w.model.theirs = nn.Parameter(torch.ones(3))
-    theirs.grad, w.foreign = torch.ones(3), ("theirs",)
 
 
 MODES: dict[str, Row] = {
     "dropout in train mode": dropout(),
     "dropout in eval mode": dropout(train=False),
     "one layer in eval mode": dropout(layer_train=False),
+    "other modes of torch than usual": (in_unusual_modes,),
+    **{
+        f"a default dtype of {str(dtype)[6:]}": (in_default_dtype(dtype),)
+        for dtype in (torch.bfloat16, torch.float64)
+    },
 }
 BATCH_NORM: dict[str, Row] = {
     "batch norm": (norm_first, sizes(3, 5, 2, 4)),
@@ -182,6 +86,8 @@ STEPS: dict[str, Row] = {
     "a model in float64": (in_float64, trained_before),
     "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
     "a reentrant checkpoint": (insert(Checkpointed),),
+    "gradients of zero, and weight decay": (zero_gradients, trained_before),
+    "transposed weights": (transposed_weights, trained_before),
 }
 OLDER: dict[str, Row] = {
     "stale gradients": (stale, trained_before, put(groups=True)),
@@ -189,6 +95,9 @@ OLDER: dict[str, Row] = {
 OWN_LOSS: dict[str, Row] = {
     "a loss with a parameter": (loss_with_a_parameter, trained_before),
     "a model without parameters": (only_the_loss,),
+    "inputs made with a parameter": (inputs_with_a_parameter,),
+    "a loss in eval mode, a model in train mode": (loss_in_mode(False),),
+    "a loss in train mode, a model in eval mode": (loss_in_mode(True),),
 }
 LOSSES: dict[str, Row] = {
     "a loss that is logged": (kept_losses,),
@@ -201,7 +110,7 @@ NO_GRADIENT: dict[str, Row] = {"a parameter without a gradient": (unused,)}
 FOREIGN: dict[str, Row] = {
     "a frozen parameter": (frozen, stale, tag("frozen")),
     "a foreign parameter": (foreign, tag("foreign")),
-    "a gradient that another optimizer will step on": (unused, gradient_of_another),
+    "a gradient that another optimizer will step on": (unused, gradient_of_another()),
     "a layer that joins after the window before": (joins, tag("twice")),
 }
 
@@ -228,7 +137,9 @@ ERRORS = {
         fails("step", 1, PlantedInterrupt),
         tag("retried"),
     ),
-    "a foreign parameter, and the model fails": (foreign, fails("model", 2), tag("foreign")),
+    "a foreign parameter, and the model fails": (
+        *(foreign, gradient_of_another(), fails("model", 2), tag("foreign")),
+    ),
 }
 IN_AUTOCAST: Row = (inside_autocast(torch.bfloat16), tag("the caller's autocast"))
 AUTOCAST = {
@@ -238,6 +149,9 @@ AUTOCAST = {
         fails("backward", 2),
     ),
     "with autocast off, inside the caller's autocast": (*IN_AUTOCAST, with_autocast_off),
+    "inside the caller's autocast, and a hook runs the model before the step": (
+        *(*IN_AUTOCAST, runs_before_the_step),
+    ),
 }
 NO_PAIRS: dict[str, tuple[Any, ...]] = {
     "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),

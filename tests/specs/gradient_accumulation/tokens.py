@@ -13,7 +13,8 @@ from kit.laws import draw
 from kit.laws.trace import Probe, World
 from kit.laws.twists import Twist, option, put, refused, stale, trained_before
 from specs.gradient_accumulation import scenarios as of_samples
-from specs.gradient_accumulation.scenarios import Row, Rows, bad, only, repeated, tag
+from specs.gradient_accumulation.scenarios import bad
+from specs.gradient_accumulation.twists import Row, Rows, only, refilled, repeated, tag
 
 CLASSES = 5
 Shapes = Sequence[tuple[int, int, int]]
@@ -126,7 +127,7 @@ TOKENS: dict[str, Rows] = {
         "2,049 of 2,400 tokens labelled": (of((4, 600, 2049), (1, 4, 4)),),
         "12 micro-batches": (of(*[(2, n, n) for n in range(1, 13)]),),
         "the same micro-batch again": (repeated,),
-        "the same tensors, filled anew": (of_samples.refilled, tag("no labels")),
+        "the same tensors, filled anew": (refilled, tag("no labels")),
         "infinite losses": (masked,),
     },
     "16 bits": {
@@ -139,7 +140,7 @@ TOKENS: dict[str, Rows] = {
             of(*window, ignore_index=n),
             option(ignore_index=n),
         )
-        for n in (0, -1)
+        for n in (0, -1, -7, 255)
         for window in (UNEQUAL, UNEQUAL[1:2])
     },
     "window": of_samples.STEPS | of_samples.OLDER | {"an adapter": (adapter, trained_before)},
