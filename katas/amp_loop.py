@@ -136,7 +136,6 @@ class LossScaler:
     ) -> None:
         raise NotImplementedError
 
-
     def get_scale(self) -> float:
         """The scale now."""
         raise NotImplementedError

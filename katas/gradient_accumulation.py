@@ -177,7 +177,7 @@ def accumulate_on_ranks(
     """`accumulate_tokens` over the windows of all ranks: one step, equal everywhere.
 
         divisor  labelled tokens of all ranks; DDP averages
-        sends    one all-reduce of at most 8 numbers before the first forward; gradients only in
+        sends    one all-reduce of at most 8 numbers before any forward; gradients only in
                  the last backward, by DDP
         memory   as in `accumulate`
 
@@ -229,4 +229,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 224c91889871
+# untouched stub 46667d6aed6f

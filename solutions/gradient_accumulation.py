@@ -328,7 +328,7 @@ def accumulate_on_ranks(
     """`accumulate_tokens` over the windows of all ranks: one step, equal everywhere.
 
         divisor  labelled tokens of all ranks; DDP averages
-        sends    one all-reduce of at most 8 numbers before the first forward; gradients only in
+        sends    one all-reduce of at most 8 numbers before any forward; gradients only in
                  the last backward, by DDP
         memory   as in `accumulate`
 

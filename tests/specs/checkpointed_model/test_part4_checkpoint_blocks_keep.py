@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Generator, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from kit.laws import draw
@@ -108,7 +108,7 @@ def doubled(run, block, x):
 
 
 def _with_generators(run, block, x):
-    one, other = (torch.Generator(x.device).manual_seed(seed) for seed in (1, 2))
+    one, other = (Generator(x.device).manual_seed(seed) for seed in (1, 2))
     return block(x, one, one, noise=other, more=other)
 
 
