@@ -126,7 +126,18 @@ class TestPart5MixedPrecision:
     @pytest.mark.survives("scaled_lr", "Raises")
     @refuses("this input is not checked, or the message does not say which value was wrong")
     def test_scaled_lr_refuses_what_has_no_meaning(self):
-        for rule in ("cubic", "Linear", "", "lin", "ear", "linear ", "linear sqrt", "linearsqrt"):
+        near = (
+            "",
+            "lin",
+            "ear",
+            "linear ",
+            "Linear",
+            "linear sqrt",
+            "linearsqrt",
+            "sqrt ",
+            "square",
+        )
+        for rule in ("cubic", *near):
             yield f"rule {rule!r}", rule, 0.1, 4, 8, rule
             yield f"rule {rule!r}, one size", rule, 0.1, 4, 4, rule
         for rule in ("linear", "sqrt"):
