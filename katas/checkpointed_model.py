@@ -194,7 +194,7 @@ def checkpoint_blocks(
     Details:
         1. Keys of state_dict(), classes and other models stay as they are.
         2. Hooks of a block run once a call; a forward put on the block itself before still runs.
-        3. Blocks take and return anything; any argument may come by keyword, of any name.
+        3. Blocks take and return anything, changing no argument; keywords may have any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may be checkpointed in a second call.
         6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
@@ -209,4 +209,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub 212579b91d34
+# untouched stub 67495f5c52f5

@@ -143,6 +143,10 @@ class Mixer(nn.Module):
         return that + torch.tanh(hidden), {"mean": hidden.mean(-1), "name": name, "nothing": None}
 
 
+class Wider(Mixer):
+    """A block of a derived class."""
+
+
 def mixers(count=2):
     return [Mixer() for _ in range(count)]
 

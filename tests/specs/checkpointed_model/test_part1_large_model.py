@@ -107,6 +107,7 @@ class TestPart1LargeModel:
             yield name, large(**options), 1
         for mode in (torch.no_grad, torch.inference_mode):
             yield mode.__name__, large(outer=mode), 1
+        yield "an empty batch", large(rows=0, masks=1)
 
     @pytest.mark.exact("LargeModel", "same bits")
     @as_without("the second run draws other numbers, or sets a stream and does not put it back")

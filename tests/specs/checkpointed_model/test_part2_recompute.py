@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kit.laws.toys import mlp
@@ -30,7 +31,7 @@ from specs.checkpointed_model.large import (
     large_inputs,
     one_input,
 )
-from specs.checkpointed_model.steps import WIDTH
+from specs.checkpointed_model.steps import SHAPE, WIDTH
 
 FLOAT, COMPLEX, INT = torch.float32, torch.complex64, torch.int64
 
@@ -71,6 +72,10 @@ class TestPart2Recompute:
         make = lambda: [nn.MultiheadAttention(WIDTH, 2)]  # noqa: E731
         yield "query, key and value in one", chain(make, call=attend)
         yield "after a call that has failed", chain(counting, call=_after_an_error)
+        yield "what sort() gives, in a named tuple", chain(lambda: [Noisy()], call=_sorted)
+        given = {"d": FLOAT, "c": FLOAT}
+        yield "keywords and a dict that are not sorted", chain(mixers, given, b=FLOAT, a=FLOAT)
+        yield "an empty batch", chain(mixers, FLOAT, shape=(0, *SHAPE[1:]))
 
     @pytest.mark.works("recompute", "streams")
     @recomputed("the second run draws on where the first one ended, or moves a stream for good")
@@ -83,6 +88,10 @@ class TestPart2Recompute:
         state = lambda block: [*block.generators, torch.default_generator] * 2  # noqa: E731
         named = lambda run, block, x: run(block, x, state=state(block))  # noqa: E731
         yield "generators named twice, torch's own too", chain(noisy, call=named)
+        for count in (1, 0):
+            given = {"call": partial(_dropped, count)}
+            name = f"dropout after a block in eval mode, which is in state: {count > 0}"
+            yield name, chain(lambda: [Noisy(7).eval()], **given)
 
     @pytest.mark.works("recompute", "buffers")
     @recomputed("the second run finds what the first one left, or changes it again")
@@ -146,10 +155,19 @@ def _batched(run, block, x):
     return run(lambda batch: block(batch.pixels), batch)
 
 
+def _sorted(run, block, x):
+    return run(lambda pair: block(pair.output.values), Pair(x.sort(dim=1), [None]))
+
+
 def _after_an_error(run, block, x):
     with suppress(RuntimeError):
         call(run, block, x[..., 1:])
     return call(run, block, x)
+
+
+def _dropped(count, run, block, x):
+    state = [*block.generators, *[block] * count]
+    return run(lambda x: F.dropout(block(x), 0.25), x, state=state)
 
 
 def _one_generator():

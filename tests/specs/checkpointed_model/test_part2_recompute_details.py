@@ -1,5 +1,6 @@
 """The same bits in other ways: containers, errors, precisions, modes, what is dropped."""
 
+from collections import OrderedDict, defaultdict
 from functools import partial
 
 import pytest
@@ -33,6 +34,8 @@ from specs.checkpointed_model.large import (
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, never_wrong, twice
 
 FLOAT, INT = torch.float32, torch.int64
+# Dicts of other classes
+DICTS = {"an ordered dict": OrderedDict, "a defaultdict": partial(defaultdict, float)}
 
 
 @scenarios("the step")
@@ -120,6 +123,9 @@ class TestPart2RecomputeDetails:
             "by keyword": (lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}),
             "in a dict": (lambda _, x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}),
         }
+        for kind, of in DICTS.items():
+            within = lambda _, x, args, kwargs: args[0]["b"]  # noqa: E731
+            tensors[f"in {kind}"] = (within, (of(b=FLOAT),))
         for what, given in tensors.items():
             yield what, False, *given
             yield f"{what}, between two backward passes", True, *given
@@ -134,19 +140,23 @@ class TestPart2RecomputeDetails:
         yield "a list in a tuple", chain(mixers, ([0.5],), spoil=within)
         longer = lambda model, x, args, kwargs: kwargs["c"][0].append(2.0)  # noqa: E731
         yield "a list in a list, by keyword", chain(mixers, c=[[0.5]], spoil=longer)
+        for kind, of in DICTS.items():
+            yield kind, chain(mixers, of(b=0.5), spoil=changed)
+            yield f"{kind} with a tensor too", chain(mixers, of(a=FLOAT, b=0.5), spoil=changed)
 
     @pytest.mark.survives("recompute", 4)
-    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, "a_changed_argument"])
     def test_puts_everything_back_after_an_error(self, answer, device, error):
         with device:
             noise, counts = Noisy(7), Counting()
         model = nn.Sequential(noise, counts)
         x, ran = draw.randn(*SHAPE, device=device, requires_grad=True), []
+        planted, scale = not isinstance(error, str), torch.ones(WIDTH, device=device)
 
-        def function(x):
-            y = model(x)
+        def function(x, scale):
+            y = model(x) * scale
             ran.append(1)
-            if len(ran) == 2:
+            if len(ran) == 2 and planted:
                 raise error("planted")
             return torch.tanh(y)
 
@@ -156,8 +166,10 @@ class TestPart2RecomputeDetails:
             found |= {f"mode of {name}": m.training for name, m in model.named_modules()}
             return found | {"torch's random state": torch.get_rng_state()}
 
-        y = answer.recompute(function, x, state=[model, *noise.generators])
+        y = answer.recompute(function, x, scale, state=[model, *noise.generators])
         counts.eval()  # and the others are not
+        if not planted:
+            scale.mul_(2.0)
         model(x)  # so that a second run ends elsewhere
         before, came = now(), None
         try:
@@ -166,8 +178,9 @@ class TestPart2RecomputeDetails:
             raise
         except (Exception, KeyboardInterrupt) as caught:
             came = caught
-        cause = "an error is kept from the caller, or another one made of it"
-        check_equal(repr(came), repr(error("planted")), "the error that comes out", cause=cause)
+        if planted:
+            cause = "an error is kept from the caller, or another one made of it"
+            check_equal(repr(came), repr(error("planted")), "the error that comes out", cause=cause)
         cause = "they are put back if all goes well: no finally; or train() takes children along"
         check_equal(now(), before, "", cause=cause)
 

@@ -71,6 +71,7 @@ class TestPart3Segments:
         yield "7 blocks by 3, a mask", large(7, size=3, masks=1), None
         other = large(size=2, dropout=0.0, before=replaced)
         yield "a layer replaced by one with dropout", other, None
+        yield "an empty batch", large(size=2, rows=0), None
 
     @pytest.mark.exact("LargeModel", "runs")
     @as_without("self.training, or use_checkpoint, is not asked before segments are made")
@@ -81,7 +82,8 @@ class TestPart3Segments:
 
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize(
-        ("layers", "size", "case"), [(12, 4, "x without gradient"), (13, 7, "plain")]
+        ("layers", "size", "case"),
+        [(12, 4, "x without gradient"), (13, 7, "plain"), (9, 2, "mask")],
     )
     def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size, case):
         """(segments + s + 1) inputs + 1 inside; segments = ceil(num_layers / s).

@@ -14,6 +14,7 @@ from specs.checkpointed_model.blocks import (
     Nest,
     Noisy,
     Normed,
+    Wider,
     chain,
     checkpointed,
     failed,
@@ -28,16 +29,12 @@ from specs.checkpointed_model.large import (
     one_input,
     peak,
 )
-from specs.checkpointed_model.steps import HALVES, WIDTH, autocast
+from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast
 from specs.checkpointed_model.strangers import Stranger, stranger
 
 FLOAT = torch.float32
 # Classes of blocks, one inside the other, in the order of the calls; and the numbers of blocks
 TWO_KINDS = (((Noisy, nn.Sequential), [2, 1]), ((nn.Sequential, Noisy), [1, 2]))
-
-
-class Wider(Mixer):
-    pass
 
 
 class Deeper(Nest):
@@ -97,6 +94,7 @@ class TestPart4CheckpointBlocks:
         for kinds, counts in TWO_KINDS:
             name = f"{kinds[0].__name__}, then {kinds[1].__name__}"
             yield name, chain(_in_one, kinds=kinds), counts, None
+        yield "an empty batch", chain(two_noisy, shape=(0, *SHAPE[1:])), [2]
 
     @pytest.mark.xdist_group("transformers")
     @pytest.mark.saves("checkpoint_blocks", "held")

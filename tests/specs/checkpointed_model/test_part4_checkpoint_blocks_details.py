@@ -16,6 +16,7 @@ from specs.checkpointed_model.blocks import (
     Mixer,
     Nest,
     Noisy,
+    Wider,
     chain,
     checkpointed,
     mixers,
@@ -49,9 +50,10 @@ class TestPart4CheckpointBlocksDetails:
     @checkpointed("the second run calls the block, hooks and all; or something put on it is lost")
     def test_hooks_and_forwards_of_a_block_go_on_running(self):
         """Once for each call; libraries put a forward on the instance too."""
-        for name, put in {"hooks": _hooked, "a forward": _own_forward}.items():
-            yield f"{name}, from before", chain(mixers, prepared=put), [2]
-        yield "hooks, from after", chain(mixers, later=_hooked), [2]
+        for keep, also in {(): "", (torch.ops.aten.addmm.default,): ", with keep"}.items():
+            for name, put in {"hooks": _hooked, "a forward": _own_forward}.items():
+                yield f"{name}, from before{also}", chain(mixers, prepared=put), [2], 2, keep
+            yield f"hooks, from after{also}", chain(mixers, later=_hooked), [2], 2, keep
 
     @pytest.mark.survives("checkpoint_blocks", 3)
     @checkpointed("an argument or result is handed on in one way only")
@@ -104,12 +106,14 @@ class TestPart4CheckpointBlocksDetails:
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize("done", [[0], [2], [0, 1, 2]], ids=["first", "last", "all"])
     def test_refuses_a_second_call(self, answer, done):
-        model = Chain(mixers(3))
-        answer.checkpoint_blocks(nn.ModuleList(model.order[n] for n in done), Mixer)
-        when = f"for a model of which {len(done)} of 3 blocks have been through it"
-        named = ("Mixer", f"tree.{done[0]}")  # the class, or a block
-        refused(answer, model, Mixer, ValueError, named, when)
-        refused(answer, copy.deepcopy(model), Mixer, ValueError, named, f"{when}, and a copy")
+        named = ("Mixer", "Wider", f"tree.{done[0]}")  # a class, or a block
+        for first, then in ((Mixer, Mixer), (Mixer, Wider), (Wider, Mixer)):
+            model = Chain([Wider() for _ in range(3)])
+            answer.checkpoint_blocks(nn.ModuleList(model.order[n] for n in done), first)
+            asked = f"{then.__name__} after {first.__name__}"
+            when = f"for a model of which {len(done)} of 3 blocks have been through it, {asked}"
+            refused(answer, model, then, ValueError, named, when)
+            refused(answer, copy.deepcopy(model), then, ValueError, named, f"{when}, and a copy")
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     def test_refuses_a_model_without_such_blocks(self, answer):
