@@ -84,22 +84,16 @@ def inside_its_own_autocast(w: World) -> None:
 
 
 def in_unusual_modes(w: World) -> None:
-    """What is in force, and changes no number of a small model, is otherwise than usual."""
+    """Autocast keeps no copies, and autograd notes where each node was made."""
 
     @contextmanager
     def outer() -> Iterator[None]:
-        cache, precision = torch.is_autocast_cache_enabled(), torch.get_float32_matmul_precision()
-        deterministic = torch.get_deterministic_debug_mode()
+        cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        if w.device.type == "cpu":  # a GPU would round to TF32
-            torch.set_float32_matmul_precision("high")
         try:
             with torch.autograd.set_detect_anomaly(True, check_nan=False):
                 yield
         finally:
-            torch.set_float32_matmul_precision(precision)
-            torch.set_deterministic_debug_mode(deterministic)
             torch.set_autocast_cache_enabled(cache)
 
     w.inside.append(outer)
