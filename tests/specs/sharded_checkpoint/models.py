@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from kit.laws import draw
@@ -40,6 +40,7 @@ class Nested(nn.Module):
         self.register_buffer("scale", torch.ones(7, 1))
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
+        self.register_buffer("unused", None)
         self.sum = nn.Linear(OUTPUTS, 1)
         self.head = nn.Linear(WIDTH, OUTPUTS)
         self.outer = Chain(Outer(WIDTH), Deep(WIDTH)).eval()
@@ -117,21 +118,23 @@ class Rich(Model):
         self.register_buffer("seen", torch.tensor(2**40 + 1))
         self.blocks[0].register_buffer("seen", self.seen)
         self.register_buffer("turned", torch.tensor([[1e-60, 2], [3, 4]], dtype=torch.float64).T)
+        self.register_buffer("table", torch.tensor([[0.5 + 2j, 3j]]).expand(3, 2).clone())
         self.register_buffer("cache", torch.ones(2), persistent=False)
         self.register_buffer("empty", torch.ones(0))  # two of them have one address: none
         self.register_buffer("no_rows", torch.ones(0, 5))
-        self.blank, self.counts = Blank(), Counts()
-        self.version = "version 3"
+        self.blank, self.note, self.counts = Blank(), Blank(), Counts()
+        self.note.found = "version 3"
+        self.losses = torch.tensor([3.0, 2.0, 1.0])
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) * self.no_extra_state
 
-    def get_extra_state(self) -> str:
-        return self.version
+    def get_extra_state(self) -> Tensor:
+        return self.losses
 
-    def set_extra_state(self, state: str) -> None:
-        self.version = state
+    def set_extra_state(self, state: Tensor) -> None:
+        self.losses = state
 
 
 class Spare(Model):
@@ -211,13 +214,15 @@ def ties(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    """As `build` shards it, with the values that it has."""
+def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """As `build` shards it, with the values that it has; it computes in this dtype."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     model._apply(functools.cache(lambda t: t.to(device())))  # to() would cut the tie of a buffer
     for module in reversed([*model.modules()]):
         if isinstance(module, BLOCK_TYPES) or module is model:
             # What has been evaluated: a thin block is given back, other units stay gathered.
-            fully_shard(module, mesh=mesh(), reshard_after_forward=isinstance(module, Thin))
+            is_thin = isinstance(module, Thin)
+            fully_shard(module, mesh=mesh(), reshard_after_forward=is_thin, mp_policy=policy)
     return model
 
 
@@ -231,7 +236,7 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
 
 
 def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optimizer:
-    """Two groups of parameters; the vectors have a learning rate of their own, a number.
+    """Two groups of parameters, and one of none; that of vectors has an own rate, a number.
 
     They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
     """
@@ -240,6 +245,7 @@ def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optim
     optimizer.add_param_group(
         {"params": [p for p in every if p.ndim == 1], "lr": lr / 2, "amsgrad": True}
     )
+    optimizer.add_param_group({"params": [], "lr": lr / 4})
     return optimizer
 
 
@@ -296,8 +302,8 @@ def other(model: Model) -> Model:
     model.eval().blocks.train()
     for buffer in model.buffers():
         buffer.fill_(7)
-    model.blank.found = "of before"
-    model.version, model.counts.count = "version 1", torch.tensor([1, 2])
+    model.blank.found = model.note.found = "of before"
+    model.losses, model.counts.count = torch.zeros(3), torch.tensor([1, 2])
     return model
 
 

@@ -37,7 +37,7 @@ WIDE = 48  # rounding to 512 bytes is little of it
 
 KINDS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": adamw,
-    "momentum": lambda parameters, lr: momentum(parameters, torch.tensor(lr)),
+    "Adamax": lambda parameters, lr: torch.optim.Adamax(parameters, torch.tensor(lr)),
 }
 
 
@@ -56,7 +56,7 @@ def save_and_go_on(answer: Any, rank: int, folder: Path, kind: str) -> dict[str,
     evaluate(model)
     answer.save(str(folder), model, optimizer, 2)
     saved = state(model, optimizer)
-    return {"saved": saved, "after": [step(model, optimizer, n) for n in (2, 3)]}
+    return {"saved": saved, "after": _goes_on(model, optimizer)}
 
 
 def load_and_go_on(
@@ -81,17 +81,25 @@ def load_and_go_on(
     _check_loaded(state(model, optimizer), saved["saved"], cause)
     check_others(model)
     cause = "what trains afterwards is not what was loaded"
-    after = torch.tensor([step(model, optimizer, n) for n in (2, 3)])
+    after = torch.tensor(_goes_on(model, optimizer))
     want = torch.tensor(saved["after"])
     check_close(after, want, "losses of the next steps", cause=cause, rtol=1e-4)
+
+
+def _goes_on(model: nn.Module, optimizer: Optimizer) -> list[float]:
+    """The losses of two steps; between them all parameters move, which were frozen, too."""
+    first = step(model, optimizer, 2)
+    move(model, optimizer)
+    return [first, step(model, optimizer, 3)]
 
 
 def check_others(model: Any) -> None:
     """What was loaded into a model of `other` beside its tensors, and what was left alone."""
     cause = "extra state is not saved, or set_extra_state() is not called with it"
-    check_equal(model.version, "version 3", "the extra state", cause=cause)
+    check_equal(model.note.found, "version 3", "the extra state of note", cause=cause)
     check_equal(model.blank.found, None, "the extra state of blank", cause=cause)
     check_equal(model.counts.count.tolist(), [3, 4], "the extra state of counts", cause=cause)
+    check_equal(model.losses.tolist(), [3.0, 2.0, 1.0], "the extra state", cause=cause)
     cause = "a buffer that is not persistent is not in the state dict: it keeps its values"
     check_equal(model.cache.tolist(), [7.0, 7.0], "the buffer cache", cause=cause)
 

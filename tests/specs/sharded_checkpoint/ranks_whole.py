@@ -35,10 +35,12 @@ from specs.sharded_checkpoint.ranks import check_others, error_of, refuses
 def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
     """The weights, and the names in the file as soon as the call has returned on this rank.
 
+    The model computes in 16 bits, and has been evaluated.
+
     On rank 0 nothing under the folder gets its name within a twentieth of a second. Where the path
     `is_bare` it is only a name in the current folder.
     """
-    model = sharded(tied())
+    model = sharded(tied(), torch.bfloat16)
     want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
     evaluate(model)
     with inside(path.parent), slow(path.parent):

@@ -23,8 +23,8 @@ class TestPart2SaveAndLoad:
     @pytest.mark.works("load", "goes on")
     @pytest.mark.parametrize(
         ("saving", "loading", "kind", "is_new"),
-        [(2, 3, "AdamW", False), (2, 1, "AdamW", True), (3, 2, "momentum", True)],
-        ids=["2_ranks_to_3", "2_ranks_to_1_new", "3_ranks_to_2_momentum_new"],
+        [(2, 3, "AdamW", False), (2, 1, "AdamW", True), (3, 2, "Adamax", True)],
+        ids=["2_ranks_to_3", "2_ranks_to_1_new", "3_ranks_to_2_Adamax_new"],
     )
     def test_goes_on_as_if_it_had_not_stopped(
         self, answer, worlds, tmp_path_factory, saving, loading, kind, is_new
