@@ -173,7 +173,7 @@ def test_processes_that_have_collected_judge_the_next_save_unless_a_spec_has_cha
 def test_a_fork_bomb_ends_in_a_sentence(watch: Terminal) -> None:
     watch.save(in_mean("import os", "while True:", "    os.fork()"))
     seen = watch.verdict()
-    assert "more than 256 processes, which were all ended" in seen
+    assert "more than 256 processes, which were all ended" in seen, seen
     assert re.search(r"at        katas/tiny_mean\.py:\d+ in mean\n +os\.fork\(\)", seen)
     wait_for(lambda: len(watch.family()) == _READY)
 
