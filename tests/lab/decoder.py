@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
+from kit.laws.precisions import default_dtype
 from lab.closed_form import Setting, Shape
 from lab.measure import solution
 
@@ -105,7 +104,8 @@ def make(
     shape: Shape, setting: Setting, tokens: tuple[int, int], mesh: Any
 ) -> tuple[nn.Module, Optimizer, Tensor]:
     """Model, Adam and tokens (batch, length), on the default device; `mesh` for several ranks."""
-    with _dtype(torch.bfloat16 if setting.pure else torch.float32):
+    # Made in it: a conversion cannot swap fake parameters.
+    with default_dtype(torch.bfloat16 if setting.pure else torch.float32):
         model = Decoder(shape, setting.adapter)
     data = torch.zeros(tokens, dtype=torch.int64)
     if setting.adapter:
@@ -117,14 +117,3 @@ def make(
     if setting.checkpoint:
         solution("checkpointed_model").checkpoint_blocks(model, Block)
     return model, adam([p for p in model.parameters() if p.requires_grad]), data
-
-
-@contextmanager
-def _dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters are made in it: a conversion cannot swap fake ones."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

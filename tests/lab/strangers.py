@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from kit.laws.precisions import default_dtype
 from kit.laws.toys import Block
 from kit.private_torch import active_fake_mode
 from lab.measure import solution
@@ -131,8 +132,7 @@ def llama_name() -> str:
 
 def llama(layers: int = 32) -> Built:
     """LLaMA 7B by its configuration, 4096 wide: for dry runs, made in bfloat16."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         if not has_transformers():
             return Gpt(layers, 4608, 32000), Block
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -141,5 +141,3 @@ def llama(layers: int = 32) -> Built:
         return with_logits(
             LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False))
         ), LlamaDecoderLayer
-    finally:
-        torch.set_default_dtype(torch.float32)

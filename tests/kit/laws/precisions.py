@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.amp import GradScaler
@@ -20,3 +23,14 @@ def scaler_for(dtype: torch.dtype, device: torch.device, **options: float) -> Gr
     if dtype != torch.float16:
         return None
     return GradScaler(device.type, **({"init_scale": SCALE} | options))  # type: ignore[arg-type]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, new tensors have this dtype, as where a 16-bit model is built."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

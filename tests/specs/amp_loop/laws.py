@@ -2,7 +2,6 @@
 
 import math
 from collections import namedtuple
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +18,6 @@ from kit.laws.twists import option, put
 def laid_otherwise(grad):
     """A copy; of a matrix it lies in memory as a transposed weight's gradient, by columns."""
     return grad.t().contiguous().t() if grad.dim() == 2 else grad.clone()
-
-
-@contextmanager
-def default_dtype(dtype):
-    """Inside, new tensors have this dtype, as where a 16-bit model is built."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def one_step():

@@ -10,13 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
+from kit.laws.precisions import HALVES, PRECISIONS, default_dtype, scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
 from kit.laws.trace import PlantedInterrupt, Probe
 from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import STEP, bad_options, default_dtype
+from specs.amp_loop.laws import STEP, bad_options
 
 in_each_precision, half = STEP.spec(*PRECISIONS), option(max_norm=0.5)
 

@@ -12,12 +12,13 @@ from torch.amp import GradScaler
 from kit.laws.again import fails_once
 from kit.laws.bars import bar
 from kit.laws.checks import check_equal, check_raises
+from kit.laws.precisions import default_dtype
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import default_dtype, laid_otherwise
+from specs.amp_loop.laws import laid_otherwise
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 OUT_OF_RANGE = {

@@ -14,12 +14,13 @@ from kit.laws import draw
 from kit.laws.again import fails_once
 from kit.laws.bars import bar
 from kit.laws.checks import check_equal, check_raises, same
+from kit.laws.precisions import default_dtype
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.laws import default_dtype, laid_otherwise
+from specs.amp_loop.laws import laid_otherwise
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.003)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
+from kit.laws.precisions import default_dtype
 from kit.laws.trace import Probe, World
 from kit.laws.twists import Pair, Twist, loss_with_a_parameter, put
 
@@ -215,14 +216,4 @@ def runs_before_the_step(w: World) -> None:
 
 def in_default_dtype(dtype: torch.dtype) -> Twist:
     """The caller has another default dtype."""
-
-    @contextmanager
-    def outer() -> Iterator[None]:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
-
-    return lambda w: w.inside.append(outer)
+    return lambda w: w.inside.append(lambda: default_dtype(dtype))
