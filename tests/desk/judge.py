@@ -145,8 +145,6 @@ class _Run:
             for process in at_work:
                 for event in process.look():
                     self._take(event, process)
-                if process.trouble and not self._decided:
-                    return process.trouble
             at_work = [process for process in at_work if not process.is_over]
             if self._decided and self._decided.is_over:
                 break
@@ -156,6 +154,9 @@ class _Run:
         needed = [self._decided] if self._decided else self._processes
         if all(process.has_finished for process in needed):
             self._tell(Finished())
+        trouble = [process.trouble for process in self._processes if process.trouble]
+        if trouble and not self._decided:  # by what the other one has found meanwhile
+            return trouble[0]
         if not self._decided and not self._told:
             return f"no spec could be run\n{self._processes[0].last_words()}"
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -120,13 +121,19 @@ class JudgingProcess:
         if self._helps:
             found = family(self._child.pid)
         else:
-            of_helper = {*self.helper._family()} if self.helper else set()
-            found = [pid for pid in family(forkserver.pid()) if pid not in of_helper]
+            found = self._without_helper(family(forkserver.pid()))
         if len(found) > forkserver.MOST_FORKS:
             self._is_bomb = True
             forkserver.ask_stacks(self._child, self._folder / judging.STACKS)
             forkserver.end(self._child)
         return found
+
+    def _without_helper(self, found: list[int]) -> list[int]:
+        """Leave out the helper and its own: a bomb there doubles between two looks."""
+        if not self.helper:
+            return found
+        group, others = self.helper._child.pid, {*self.helper._family()}
+        return [pid for pid in found if pid not in others and _group(pid) not in (group, None)]
 
     def _limit(self) -> float:
         return self._job.limit + self._job.grace if self._specs else _START_LIMIT
@@ -202,6 +209,13 @@ class JudgingProcess:
             return source.find(path, spec.function)
         line, function = dump[0]
         return Place(path, int(line), "" if function == "<module>" else function)
+
+
+def _group(pid: int) -> int | None:
+    """The process group of a process; None if it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
 
 
 def _arguments(job: Job, folder: Path, claims: Path) -> list[str]:

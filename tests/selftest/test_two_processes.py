@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from desk.events import FAILED, Collected, Event, Outcome, Spec
+from desk.judge import _Run
+from desk.judging_process import JudgingProcess
 from desk.recorder import _claimed
+from kit.patience import family
+from selftest.tiny import wait_for
 from selftest.tiny_answers import MEAN, answer, block, judge_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -80,6 +88,37 @@ def test_a_bomb_is_told_of_the_process_in_which_it_is(who):
     assert "more than 256 processes, which were all ended" in out
     assert "subprocess.Popen" in out
     assert "The judge itself failed" not in out
+
+
+def test_what_a_bomb_of_the_helper_starts_meanwhile_is_not_of_the_other():
+    with subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"], start_new_session=True) as bomb:
+        wait_for(lambda: len(family(bomb.pid)) == 3)
+        first, helper = (object.__new__(JudgingProcess) for _ in range(2))
+        first.helper, helper._child = helper, SimpleNamespace(pid=bomb.pid)
+        helper._family = lambda: [bomb.pid]  # as it was a moment before
+        assert first._without_helper([os.getpid(), *family(bomb.pid)]) == [os.getpid()]
+        os.killpg(bomb.pid, signal.SIGKILL)
+
+
+def test_a_judge_that_failed_says_nothing_where_the_other_process_has_decided():
+    def process(*events: Event, trouble: str = "") -> SimpleNamespace:
+        return SimpleNamespace(
+            go=lambda job: None,
+            look=lambda: events,
+            trouble=trouble,
+            is_over=True,
+            has_finished=not trouble,
+            ends=[],
+        )
+
+    spec = Spec("id", 1, "core", "mean", "", "is the sum", "", gpu=False)
+    failed = Outcome("id", FAILED)
+    broken, whole = process(trouble="starved"), process(Collected([spec]), failed)
+    for processes, trouble in (([broken, whole], ""), ([broken], "starved")):
+        told: list[Event] = []
+        run = _Run(SimpleNamespace(run_all=False), told.append, processes)
+        assert run.follow(threading.Event()) == trouble
+        assert (failed in told) == (not trouble)
 
 
 def item(group: str = "", fixtures: tuple[str, ...] = ()) -> SimpleNamespace:
