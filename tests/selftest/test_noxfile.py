@@ -90,20 +90,31 @@ def test_what_the_readme_says_can_be_typed(capsys):
 
 
 def test_ctrl_c_is_told_by_the_desk_alone():
+    for _ in range(3):  # where the desk is gone before nox hears of it, CPython loses its exit code
+        code, out = interrupted_session()
+        assert "Stopped; nothing was left running.\n" in out
+        if code != 0:
+            break
+    assert code == 130, out
+    assert out.endswith("Stopped; nothing was left running.\n")
+
+
+def interrupted_session() -> tuple[int, str]:
     path = home().write("answers/endless.py", "open('begun', 'w').close()\nwhile True:\n    pass\n")
+    begun = home().root / "begun"
+    begun.unlink(missing_ok=True)
     with hears_ctrl_c():
         process = home().start(
             *("nox", "--no-venv", "-s", "kata", "--", "tiny_mean", "--answers", str(path)),
             new_group=True,
         )
     end = time.monotonic() + 60
-    while not (home().root / "begun").exists():
+    while not begun.exists():
         assert time.monotonic() < end
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to nox and to the desk
     out, _ = process.communicate(timeout=200)
-    assert process.returncode == 130, out
-    assert out.endswith("Stopped; nothing was left running.\n")
+    return process.returncode, out
 
 
 def test_plain_pytest_on_untouched_stubs_is_one_sentence():
