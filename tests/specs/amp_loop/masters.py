@@ -1,0 +1,183 @@
+"""MasterWeights beside plain float32 training: models, optimizers, and scripts that both play."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from math import inf, nan
+
+import torch
+from torch import nn
+
+from kit.laws import draw
+from kit.laws.again import fails_once
+from kit.laws.checks import same
+from kit.laws.scenarios import scenarios
+from kit.laws.scripts import play
+from kit.laws.trace import kept
+from specs.amp_loop.laws import laid_otherwise
+
+SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
+ADAM = partial(torch.optim.Adam, lr=0.003)
+SMALL = partial(torch.optim.SGD, lr=2.0**-12)
+GROUPS = lambda masters: SGD([{"params": masters[1:]}, {"params": masters[:1], "lr": 0.5}])  # noqa: E731
+
+
+class Pairs(torch.optim.SGD):
+    """Keeps two tensors in a list, as optimizers with a history do."""
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                pair = self.state[p].setdefault("pair", [torch.zeros_like(p) for _ in "ab"])
+                p.data.sub_(pair[0].add_(p.grad), alpha=2.0**-6)
+                pair[1].add_(1)
+
+
+def layer(dtype=torch.bfloat16):
+    """Weights of 1 and more, where 16 bits are coarse."""
+    draw.seed(4)
+    (made := nn.Linear(5, 3)).weight.data += 1.0
+    return made.to(dtype)
+
+
+def tangled():
+    """A frozen float32 layer, two bfloat16 layers that share their weight, a float16 one."""
+    draw.seed(4)
+    frozen, one, other, last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+    other.weight = one.weight
+    layers = frozen.requires_grad_(False), one.bfloat16(), other.bfloat16(), last.half()
+    return nn.Sequential(*layers)
+
+
+def spoiled():
+    """And a NaN is left in a gradient of the frozen layer."""
+    (made := tangled())[0].weight.grad = torch.full((5,), nan)
+    return made
+
+
+def hollow():
+    """A weight without elements, as the share of a rank may be, and one without dimensions."""
+    made = layer()
+    made.empty = nn.Parameter(torch.empty(0, 5, dtype=torch.bfloat16))
+    made.number = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    return made
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+class Twin:
+    """What the contract asks for: float32 copies, trained as if there were nothing else."""
+
+    def __init__(self, model, make_optimizer):
+        self.weights = trainable(model)
+        self.masters = [p.detach().float().requires_grad_() for p in self.weights]
+        self.optimizer = make_optimizer(self.masters)
+
+    def zero_grad(self):
+        for weight in self.weights:
+            weight.grad = None
+
+    def step(self, scale=1.0):
+        if not 0 < scale < inf:
+            raise ValueError(scale)
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float() / scale
+        if not all(m.grad.isfinite().all() for m in self.masters if m.grad is not None):
+            return False
+        self.optimizer.step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.data = master.detach().to(weight.dtype)
+        return True
+
+
+class Side:
+    """A model with its trainer, and what scripts call."""
+
+    def __init__(self, make, build, optimizer):
+        self.model, self.saved = build(), None
+        self.first = [p.detach() for p in trainable(self.model)]
+        self.make = partial(make, self.model, optimizer)
+        self.trainer = self.make()
+
+    def __getattr__(self, name):  # masters, optimizer, step, zero_grad
+        return getattr(self.trainer, name)
+
+    def backward(self, value=1.0, bad=None, missing=None):
+        """Gradients of `value`, with `bad` at the end, and none for one parameter."""
+        for number, p in enumerate(trainable(self.model)):
+            grad = laid_otherwise(torch.full_like(p, value))
+            p.grad = None if number == missing else grad
+        if bad is not None:
+            p.grad.view(-1)[-1] = bad
+
+    def views(self):
+        """The weights as who has them from before sees them: a flat buffer, a CUDA graph."""
+        plain = isinstance(self.trainer, Twin)
+        return kept(trainable(self.model) if plain else self.first)
+
+    def fail(self):
+        fails_once(self.optimizer)
+
+    def reload(self):
+        """A new trainer goes on from a file, with a model whose weights are lost."""
+        state = self.optimizer.state_dict()
+        self.saved = kept({"masters": self.masters, "optimizer": state})
+        if not isinstance(self.trainer, Twin):
+            torch.save(self.state_dict(), file := io.BytesIO())
+            file.seek(0)
+            self.saved = torch.load(file, weights_only=True)
+            for weight in trainable(self.model):
+                weight.data.mul_(2)
+            self.trainer = self.make()
+            self.load_state_dict(self.saved)
+
+    def load(self):
+        """The same trainer loads its own state; whether its optimizer is still the same one."""
+        optimizer = self.optimizer
+        if not isinstance(self.trainer, Twin):
+            self.load_state_dict(kept(self.state_dict()))
+        return self.optimizer is optimizer
+
+    def seen(self):
+        plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())
+        grads = {name: p.grad for name, p in params.items() if p.grad is not None}
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        seen = {
+            "weights": {name: p.detach() for name, p in params.items()},
+            "16-bit gradients": {name: g.nan_to_num(nan=7.0) for name, g in grads.items()},
+            "masters": [master.detach() for master in self.masters],
+            "requires_grad": [(m.is_leaf, m.requires_grad) for m in self.masters],
+            "masters in the optimizer": [*map(id, held)] == [*map(id, self.masters)],
+            "float32 gradients kept between steps": [
+                m.grad is not None and not plain for m in self.masters
+            ],
+            "optimizer": self.optimizer.state_dict(),
+        }
+        return kept(seen)
+
+
+def not_rounded(got, want):
+    """What it means if all masters are right and the model's weights are not."""
+    wrong = [name for name, value in want.items() if not same(got.get(name), value)]
+    if any(name.startswith("masters") for name in wrong):
+        return None
+    cause = "the masters are right, and the model's weights are not these, rounded"
+    return cause if any(name.startswith("weights") for name in wrong) else None
+
+
+@scenarios("MasterWeights", not_rounded)
+def agrees(answer, device, name, script, optimizer=SGD, build=layer):
+    sides = (Side(make, build, optimizer) for make in (answer.MasterWeights, Twin))
+    return tuple(play(side, script) for side in sides)
+
+
+@scenarios("what was loaded")
+def leaves_what_it_loads(answer, device, name, script, optimizer, build=layer):
+    sides = [Side(make, build, optimizer) for make in (answer.MasterWeights, Twin)]
+    for side in sides:
+        play(side, script)
+    return tuple(kept(side.saved) for side in sides)
