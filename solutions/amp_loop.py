@@ -222,8 +222,8 @@ class LossScaler:
         3. Huge finite gradients are no overflow; no scale exceeds float32.
         4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
-        6. RuntimeError: a second unscale_ or step for one optimizer between two updates (no load
-           is one), unscale_ after its step, update before either.
+        6. RuntimeError: a second unscale_ or step for one optimizer between two updates (a load is
+           none), unscale_ after its step, update before either.
     """
 
     def __init__(

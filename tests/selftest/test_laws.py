@@ -85,7 +85,7 @@ def test_of_a_dict_the_part_that_differs_is_shown():
     ("count", "words"),
     [
         (2, ["names in state = ['n0', 'n1']", "['n1', 'more']"]),
-        (9, ["names in state, without those that are in both = ['n0']", "['more']"]),
+        (9, ["names in state that are not in both = ['n0']", "['more']"]),
     ],
 )
 def test_of_many_names_those_that_differ_are_shown(count, words):

@@ -219,8 +219,15 @@ def test_a_stub_of_an_older_solution_is_untouched(tmp_path):
 
 @pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 def test_the_stubs_of_the_repository_are_in_step(kata):
-    if kata.stub.exists() and not is_untouched(kata.stub):
+    fresh, advice = make_stub(kata.solution.read_text("utf-8")), f"nox -s reset -- {kata.name}"
+    assert kata.stub.exists(), advice
+    text = kata.stub.read_text("utf-8")
+    if not is_untouched(kata.stub) and bodies(text) != bodies(fresh):
         pytest.skip(f"not compared: {shown(kata.stub)} has a candidate's work in it")
-    fresh = make_stub(kata.solution.read_text(encoding="utf-8"))
-    assert kata.stub.exists(), f"nox -s reset -- {kata.name}"
-    assert kata.stub.read_text(encoding="utf-8") == fresh, f"nox -s reset -- {kata.name}"
+    assert text == fresh, advice
+
+
+def bodies(text: str) -> list[str]:
+    """What the functions do: where that is nothing, a formatter has been at work, and nobody."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    return [ast.unparse(node.body[-1]) for node in functions]

@@ -30,6 +30,7 @@ def make_stub(solution: str) -> str:
             _strip_class(lines, node)
     text = _drop_unused_imports("\n".join(line for line in lines if line is not None) + "\n")
     text = re.sub(r"\n{4,}", "\n\n\n", text).rstrip("\n") + "\n"
+    text = re.sub(r"\n{3}(?= )", "\n\n", text)  # as formatters have it inside a class
     return f"{text}\n\n# untouched stub {_digest(text)}\n"
 
 

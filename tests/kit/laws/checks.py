@@ -146,7 +146,7 @@ def _narrowed(got: object, want: object, what: str) -> tuple[object, object, str
             if max(len(got), len(want)) <= _FEW:
                 return [*got], [*want], f"names in {what}"
             mine, true = ([n for n in a if n not in b] for a, b in ((got, want), (want, got)))
-            return mine, true, f"names in {what}, without those that are in both"
+            return mine, true, f"names in {what} that are not in both"
         key = next(key for key in want if not same(got[key], want[key]))
         return _narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
     if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):

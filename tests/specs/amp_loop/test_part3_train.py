@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
@@ -119,7 +119,7 @@ OTHERS = {
     "two groups of parameters": optimizer_of(2, 4),
     "five parameters, and a schedule that takes any state": lambda w: (
         optimizer_of(5)(w),
-        vars(w).update(scheduler=ExponentialLR(w.optimizer, 0.5)),
+        vars(w).update(scheduler=StepLR(w.optimizer, step_size=7)),
     ),
     "another optimizer": optimizer_of(6, make=torch.optim.NAdam),
     "another schedule": lambda w: vars(w).update(scheduler=LambdaLR(w.optimizer, [lambda n: 1])),
