@@ -67,14 +67,9 @@ class TestPart2Recompute:
         yield "no state, and a result without gradient", chain(lambda: [Noisy()], call=last)
         pair = lambda run, block, x: run(lambda x: Pair(block(x), [None]), x)  # noqa: E731
         yield "a named tuple with a list", chain(lambda: [Noisy()], call=pair)
-        yield "a dict of another class", chain(lambda: [Noisy()], call=_batched)
         attend = lambda run, block, x: run(block, *[torch.tanh(x)] * 3)  # noqa: E731
         make = lambda: [nn.MultiheadAttention(WIDTH, 2)]  # noqa: E731
         yield "query, key and value in one", chain(make, call=attend)
-        yield "after a call that has failed", chain(counting, call=_after_an_error)
-        yield "what sort() gives, in a named tuple", chain(lambda: [Noisy()], call=_sorted)
-        given = {"d": FLOAT, "c": FLOAT}
-        yield "keywords and a dict that are not sorted", chain(mixers, given, b=FLOAT, a=FLOAT)
         yield "an empty batch", chain(mixers, FLOAT, shape=(0, *SHAPE[1:]))
 
     @pytest.mark.works("recompute", "streams")
@@ -99,21 +94,12 @@ class TestPart2Recompute:
         """What depends on a counter or a running mean depends on when it runs."""
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
-        inner = lambda run, block, x: run(lambda x: block(x), x, state=[*block.inner])  # noqa: E731
-        yield "two with one counter, and a function", chain(lambda: [_one_counter()], call=inner)
         yield "three in a row", chain(lambda: [Counting() for _ in range(3)])
         norm = partial(normed, NORMS["BatchNorm1d"][1])
         yield "batch norm", chain(norm, shape=(4, WIDTH, 3))
-        once = lambda run, block, x: run(block, x, state=iter([block, block.inner[0].first]))  # noqa: E731
-        make = lambda: [Nest(Noisy(7), Counting())]  # noqa: E731
-        yield "state that can be read once", chain(make, call=once)
         yield "replaced before the backward pass", chain(counting, spoil=_others)
         norm = partial(normed, NORMS["in eval mode"][1])
         yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
-        yield "a large one, registered in the first call", chain(lambda: [Growing()], passes=2)
-        every = lambda run, block, x: run(block, x, state=[*block.modules(), block])  # noqa: E731
-        make = lambda: [Nest(Counting())]  # noqa: E731
-        yield "modules named twice", chain(make, call=every, passes=2)
 
     @pytest.mark.saves("recompute", "held")
     @pytest.mark.parametrize("how", ["by_position", "by_keyword", "in_a_list", "in_one_more"])
@@ -147,6 +133,29 @@ class TestPart2Recompute:
             cause="something of the inside is kept, or arguments are held by something else than"
             " the graph: a call around this one cannot free them",
         )
+
+    @pytest.mark.survives("recompute", "function")
+    @recomputed("an argument, a result, or the graph of one of them is lost on the way")
+    def test_takes_and_returns_anything(self):
+        yield "a dict of another class", chain(lambda: [Noisy()], call=_batched)
+        yield "after a call that has failed", chain(counting, call=_after_an_error)
+        yield "what sort() gives, in a named tuple", chain(lambda: [Noisy()], call=_sorted)
+        given = {"d": FLOAT, "c": FLOAT}
+        yield "keywords and a dict that are not sorted", chain(mixers, given, b=FLOAT, a=FLOAT)
+
+    @pytest.mark.survives("recompute", "state")
+    @recomputed("the second run finds what the first one left, or changes it again")
+    def test_state_may_be_named_in_any_way(self):
+        """Once or twice, in an iterator, and what appears in the first run."""
+        inner = lambda run, block, x: run(lambda x: block(x), x, state=[*block.inner])  # noqa: E731
+        yield "two with one counter, and a function", chain(lambda: [_one_counter()], call=inner)
+        once = lambda run, block, x: run(block, x, state=iter([block, block.inner[0].first]))  # noqa: E731
+        make = lambda: [Nest(Noisy(7), Counting())]  # noqa: E731
+        yield "state that can be read once", chain(make, call=once)
+        yield "a large one, registered in the first call", chain(lambda: [Growing()], passes=2)
+        every = lambda run, block, x: run(block, x, state=[*block.modules(), block])  # noqa: E731
+        make = lambda: [Nest(Counting())]  # noqa: E731
+        yield "modules named twice", chain(make, call=every, passes=2)
 
 
 def _batched(run, block, x):

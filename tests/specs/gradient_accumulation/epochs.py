@@ -38,6 +38,7 @@ from specs.gradient_accumulation.scenarios import (
     OWN_LOSS,
     STEPS,
     UNDER,
+    UNUSUAL,
     bad,
     dropout,
     failing,
@@ -147,6 +148,7 @@ FLOAT32: dict[str, Rows] = {
         **OWN_LOSS,
     },
     "modes": MODES | {"batch norm": BATCH_NORM["batch norm"]},
+    "unusual": UNUSUAL | {"a model in float64, clipped": (HALF, in_float64)},
     "data": {"six micro-batches": (only(*range(6)),)},
     "clipping": {
         "a loss with a parameter, clipped": (loss_with_a_parameter, HALF),
@@ -155,7 +157,6 @@ FLOAT32: dict[str, Rows] = {
         "max_norm inf": (option(max_norm=INF),),
         "gradients of zero": (option(max_norm=1.0), put(loss=lambda out, y: mse(out, y) * 0)),
         "a group for each parameter, clipped": (HALF, put(groups=True)),
-        "a model in float64, clipped": (HALF, in_float64),
     },
     "scheduler": {
         "no schedule": (put(gamma=None),),

@@ -69,11 +69,6 @@ MODES: dict[str, Row] = {
     "dropout in train mode": dropout(),
     "dropout in eval mode": dropout(train=False),
     "one layer in eval mode": dropout(layer_train=False),
-    "other modes of torch than usual": (in_unusual_modes,),
-    **{
-        f"a default dtype of {str(dtype)[6:]}": (in_default_dtype(dtype),)
-        for dtype in (torch.bfloat16, torch.float64)
-    },
 }
 BATCH_NORM: dict[str, Row] = {
     "batch norm": (norm_first, sizes(3, 5, 2, 4)),
@@ -82,9 +77,16 @@ BATCH_NORM: dict[str, Row] = {
 STEPS: dict[str, Row] = {
     "Adam": (put(adam={"lr": 0.01}), trained_before),
     "a group for each parameter": (put(groups=True), trained_before),
-    "pairs in lists and named tuples": (pairs,),
-    "a model in float64": (in_float64, trained_before),
     "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
+}
+UNUSUAL: dict[str, Row] = {
+    "a model in float64": (in_float64, trained_before),
+    **{
+        f"a default dtype of {str(dtype)[6:]}": (in_default_dtype(dtype),)
+        for dtype in (torch.bfloat16, torch.float64)
+    },
+    "other modes of torch than usual": (in_unusual_modes,),
+    "pairs in lists and named tuples": (pairs,),
     "a reentrant checkpoint": (insert(Checkpointed),),
     "gradients of zero, and weight decay": (zero_gradients, trained_before),
     "transposed weights": (transposed_weights, trained_before),
@@ -202,6 +204,7 @@ ACCUMULATE: dict[str, Rows] = {
     "step": STEPS,
     "older": OLDER | OWN_LOSS,
     "modes": MODES | BATCH_NORM,
+    "unusual": UNUSUAL,
     "no gradient": NO_GRADIENT,
     "foreign": FOREIGN,
     "errors": ERRORS | failing("loss", 3) | UNDER,

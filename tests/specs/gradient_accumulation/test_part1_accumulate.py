@@ -73,6 +73,11 @@ class TestPart1Accumulate:
             *(answer, reference),
         )
 
+    @pytest.mark.survives("accumulate", "gradients")
+    def test_the_same_in_unusual_surroundings(self, answer, device):
+        """Other dtypes and modes, weights that lie otherwise, pairs of other types."""
+        ACCUMULATED.hold(answer, device, "unusual")
+
     @pytest.mark.survives("accumulate", 1)
     def test_does_not_step_what_gets_no_gradient(self, answer, device):
         """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""

@@ -76,6 +76,10 @@ class TestPart2AccumulateTokens:
             *(answer, reference),
         )
 
+    @pytest.mark.survives("accumulate_tokens", "window")
+    def test_the_same_of_tokens_in_unusual_surroundings(self, answer, device):
+        OF_TOKENS.hold(answer, device, "unusual")
+
     @pytest.mark.survives("accumulate_tokens", 1)
     def test_a_micro_batch_without_labels_adds_nothing(self, answer, device):
         """A mean over no tokens is 0 / 0, and one NaN is in every gradient after it."""

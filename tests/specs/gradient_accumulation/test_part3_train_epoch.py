@@ -91,6 +91,10 @@ class TestPart3TrainEpoch:
             *(answer, reference, "peak of three windows above the baseline"),
         )
 
+    @pytest.mark.survives("train_epoch", "windows")
+    def test_the_same_of_an_epoch_in_unusual_surroundings(self, answer, device):
+        OF_AN_EPOCH.hold(answer, device, "unusual")
+
     @pytest.mark.survives("train_epoch", 1)
     def test_parameters_without_a_gradient_and_those_of_others_stay(self, answer, device):
         OF_AN_EPOCH.hold(answer, device, "others")

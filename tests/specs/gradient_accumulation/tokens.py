@@ -145,6 +145,7 @@ TOKENS: dict[str, Rows] = {
     },
     "window": of_samples.STEPS | of_samples.OLDER | {"an adapter": (adapter, trained_before)},
     "modes": of_samples.MODES,
+    "unusual": of_samples.UNUSUAL,
     "no labels": {f"no label in micro-batch {at + 1}": no_labels(at) for at in (0, 1, 3)}
     | {"one label in all": (of((2, 3, 0), (1, 4, 1), (3, 2, 0)), tag("no labels"))},
     "strides": {
