@@ -212,7 +212,7 @@ def train_step(
 
     Details:
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
-           gradients until then.
+           gradients until then. Units that have never run are not asked for.
         2. A sample counts once, however many tokens it has.
         3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
            step is made; no unit stays gathered, no gradient stays, and later passes are as without
@@ -221,8 +221,8 @@ def train_step(
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
-           64 + 4 P bytes into any other call, if the model has P parameters: a norm has one number
-           of each.
+           64 + 4 P bytes into any other call for P parameter tensors: a norm has one number of
+           each.
         7. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
         8. Norm and clipping may be torch's own: squares in float32, and max_norm / (grad_norm +
            1e-6). An infinite or NaN norm is returned and the step is made; what max_norm makes of
