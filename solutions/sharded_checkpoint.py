@@ -96,7 +96,7 @@ def build(
     model.to_empty(device=mesh.device_type)
     # A buffer that two modules share has got memory for each: both take the first.
     first: dict[torch.Tensor, torch.Tensor] = {}
-    for path, buffer in model.named_buffers(remove_duplicate=False):
+    for path, buffer in model.named_buffers():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, first.setdefault(metas[path], buffer))
     _together(initialise)
@@ -247,7 +247,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, Any]:
 
 def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]) -> None:
     if other := sorted(n for n in {*there, *here} if there.get(n, "") != here.get(n, "")):
-        raise ValueError(f"{path} is of another model: {other[0]} and {len(other) - 1} more differ")
+        raise ValueError(f"{path} is of another model, first in {other[0]}")
 
 
 def _together(action: Callable[[], _T]) -> _T:
