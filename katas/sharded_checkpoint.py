@@ -117,7 +117,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint, or one of a state dict with other names or shapes; names the folder.
+        no checkpoint, or one with other names or shapes, extra state's apart; names the folder.
     """
     raise NotImplementedError
 
@@ -157,9 +157,9 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         a name that only the file or only the model's state dict has, or a shape that differs, of
-        buffers too; names one of them and the path.
+        buffers too, extra state's apart; names one of them and the path.
     """
     raise NotImplementedError
 
 
-# untouched stub 778d2a91558e
+# untouched stub 7a1785130495

@@ -16,6 +16,7 @@ Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpo
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,7 +168,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     weights, state = _together(lambda: get_state_dict(model, optimizer))
     # A folder of its own, in which .metadata is written last: without it, it does not count.
     dcp.save(  # type: ignore[attr-defined]
-        {"model": weights, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
+        {"model": _packed(weights), "optimizer": state}, checkpoint_id=Path(folder) / str(step)
     )
 
 
@@ -191,7 +192,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint, or one of a state dict with other names or shapes; names the folder.
+        no checkpoint, or one with other names or shapes, extra state's apart; names the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:
@@ -225,9 +226,11 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     for p in frozen:
         p.requires_grad_(False)
     kept: dict[torch.Tensor, Any] = {p: optimizer.state[p] for p in frozen}
+    packed = _packed(weights)
     dcp.load(  # type: ignore[attr-defined]
-        {"model": weights, "optimizer": state}, checkpoint_id=newest
+        {"model": packed, "optimizer": state}, checkpoint_id=newest
     )
+    weights = {n: pickle.loads(value) if _is_extra(n) else value for n, value in packed.items()}
     states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": state}
     # Together: a module may refuse its extra state on one rank alone.
     _together(lambda: set_state_dict(model, optimizer, **states))
@@ -241,8 +244,17 @@ def _newest(folder: str | os.PathLike[str]) -> Path | None:
     return max(done, key=lambda path: int(path.name), default=None)
 
 
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _packed(state: dict[str, Any]) -> dict[str, Any]:
+    """Extra state is a module's own affair: as bytes it may be of any kind, and of any size."""
+    return {n: pickle.dumps(value) if _is_extra(n) else value for n, value in state.items()}
+
+
 def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: getattr(value, "shape", None) for name, value in state.items()}
+    return {n: None if _is_extra(n) else value.shape for n, value in state.items()}
 
 
 def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -321,7 +333,7 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         a name that only the file or only the model's state dict has, or a shape that differs, of
-        buffers too; names one of them and the path.
+        buffers too, extra state's apart; names one of them and the path.
     """
 
     def read() -> dict[str, Any]:

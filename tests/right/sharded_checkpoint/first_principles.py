@@ -281,11 +281,12 @@ def _contents(model: nn.Module) -> dict[str, Any]:
     return model.state_dict(keep_vars=True)
 
 
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == "_extra_state"  # a tensor in it may have any shape
+
+
 def _shapes(contents: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    return {
-        name: tuple(value.shape) if isinstance(value, Tensor) else None
-        for name, value in contents.items()
-    }
+    return {name: None if _is_extra(name) else tuple(v.shape) for name, v in contents.items()}
 
 
 def _difference(
@@ -424,11 +425,10 @@ def _set_others(model: nn.Module, contents: Mapping[str, Any], others: Mapping[s
     """Set what is no parameter: buffers in place, extra state by the modules that have it."""
     extra = {}
     for name, value in others.items():
-        is_extra = name.rpartition(".")[2] == "_extra_state"  # which may be a tensor, too
-        if isinstance(contents[name], Tensor) and not is_extra:
-            contents[name].copy_(value)
-        else:
+        if _is_extra(name):
             extra[name] = value
+        else:
+            contents[name].copy_(value)
     if extra:
         model.load_state_dict(extra, strict=False)
 

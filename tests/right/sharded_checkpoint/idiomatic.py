@@ -152,6 +152,10 @@ def _on_rank_0(action: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == "_extra_state"
+
+
 def _steps(folder: Path) -> list[int]:
     """The steps of the finished checkpoints, in ascending order."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -180,8 +184,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     for index, param in enumerate(_params(optimizer)):
         for key, value in packed["state"].get(index, {}).items():
             values[f"optimizer.{names[param]}.{key}"] = value
-    tensors = {key: v for key, v in values.items() if isinstance(v, Tensor)}
-    others = {key: v for key, v in values.items() if not isinstance(v, Tensor)}
+    tensors = {key: v for key, v in values.items() if isinstance(v, Tensor) and not _is_extra(key)}
+    others = {key: v for key, v in values.items() if key not in tensors}
     others["groups"] = packed["param_groups"]
     try:
         dcp.save({**tensors, "others": pickle.dumps(others)}, checkpoint_id=unfinished)
@@ -212,10 +216,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     shards = _shards(model)
     state_dict = {f"model.{name}": v for name, v in model.state_dict().items()}
-    own = {key: v for key, v in state_dict.items() if isinstance(v, Tensor)}
+    own = {key: v for key, v in state_dict.items() if not _is_extra(key)}
     sizes = {key: v.size for key, v in saved.items()} | dict.fromkeys(others)
     saved_shapes = {key: size for key, size in sizes.items() if key.startswith("model.")}
-    own_shapes = {key: getattr(v, "shape", None) for key, v in state_dict.items()}
+    own_shapes = {key: own[key].shape if key in own else None for key in state_dict}
     if saved_shapes != own_shapes:
         key = min(dict(saved_shapes.items() ^ own_shapes.items()))  # a missing name is unlike None
         raise ValueError(
@@ -281,7 +285,8 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     # Mapped, so that a rank reads its own rows only.
     state = _everywhere(lambda: torch.load(path, map_location="cpu", mmap=True))
     for name in [*own, *state]:
-        here, there = (getattr(d.get(name), "shape", None) for d in (own, state))
+        tensors = (d.get(name) if not _is_extra(name) else None for d in (own, state))
+        here, there = (getattr(tensor, "shape", None) for tensor in tensors)
         if (name in own) != (name in state) or here != there:
             raise ValueError(
                 f"{path} does not fit the model: {name} has shape {there} there, and {here} here "

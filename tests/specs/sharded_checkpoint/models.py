@@ -303,7 +303,7 @@ def other(model: Model) -> Model:
     for buffer in model.buffers():
         buffer.fill_(7)
     model.blank.found = model.note.found = "of before"
-    model.losses, model.counts.count = torch.zeros(3), torch.tensor([1, 2])
+    model.losses, model.counts.count = torch.zeros(5), {"of": "before"}
     return model
 
 
