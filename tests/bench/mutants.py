@@ -162,7 +162,7 @@ def _change(source: str, text: str) -> tuple[int, str]:
         if tag != "equal":
             before = " ".join(line.strip() for line in old[i1:i2])
             after = " ".join(line.strip() for line in new[j1:j2])
-            return i1 + 1, f"{before} -> {after}"
+            return i1 + 1, f"{before.strip()} -> {after}"
     raise ValueError("nothing was changed")
 
 
