@@ -20,7 +20,7 @@ from kit.catalog import all_katas
 from kit.laws import checks, untouched
 from kit.laws.bars import bar
 from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, check_equal
-from kit.laws.differences import differences
+from kit.laws.differences import differences, in_another_order
 from kit.laws.endings import check_ending
 from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.law import Law
@@ -335,3 +335,11 @@ def test_a_save_is_made_to_fail_and_its_error_must_come_out(tmp_path, failure):
         save()
     save()
     assert [*model.state_dict()] == ["weight", "bias"]
+
+
+def test_a_list_in_another_order_is_told_from_one_with_other_things():
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert in_another_order(["a batch", "a batch", two], ["a batch", two, "a batch"])
+    assert in_another_order([one, two], [two, one])
+    for got in ([one, two], [two, two], [two], "two, one"):
+        assert not in_another_order(got, [one, two])

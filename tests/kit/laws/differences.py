@@ -100,6 +100,14 @@ def _at(where: Tensor, shape: torch.Size) -> str:
     return f" at {list(reversed(places))}{more}"
 
 
+def in_another_order(got: object, want: object) -> bool:
+    """Whether two lists have the same in them, as told in words, and not one by one."""
+    if not isinstance(got, list) or not isinstance(want, list):
+        return False
+    mine, true = [*map(shown, got)], [*map(shown, want)]
+    return mine != true and sorted(mine) == sorted(true)
+
+
 def shown(value: Any, beside: Any = None) -> str:
     """An observed value, in words; beside another of its kind, what is different."""
     if isinstance(value, Described):

@@ -26,7 +26,7 @@ import torch
 
 from kit.laws.checks import SpecFailure, fail, in_scenario
 from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
-from kit.laws.differences import shown
+from kit.laws.differences import in_another_order, shown
 from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import (
@@ -198,6 +198,10 @@ class Law:
             others = "; ".join(d.scenario for d in found[1:4])
             where += f" (and {len(found) - 1} more of {tried}: {others})"
         belief = self._suspect(first.scenario, group, answer, device, seen)
+        if not belief and in_another_order(first.got, first.want):
+            belief = (
+                "all of it is there, in another order: something is read or done ahead, or late"
+            )
         fail(
             expected=f"{first.observable} = {shown(first.want)}",
             got=f"{shown(first.got, first.want)}\nin the scenario: {where}",
