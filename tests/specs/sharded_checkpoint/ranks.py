@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from specs.sharded_checkpoint.models import (
 from specs.sharded_checkpoint.paths import AnyPath, clear_away, inside
 
 WIDE = 48  # rounding to 512 bytes is little of it
-WIDER = 384  # what Python needs to run is little of it
 
 KINDS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": adamw,
@@ -232,12 +230,12 @@ def check_alike(raised: list[str]) -> None:
     check_equal(bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as 1", cause=cause)
 
 
-def peak(answer: Any, rank: int, folder: Path, name: str, width: int = WIDE) -> int:
+def peak(answer: Any, rank: int, folder: Path, name: str) -> int:
     """Bytes above the baseline in a call; the model has trained with AdamW.
 
     gloo's threads may let go of what they have sent a little late: the least of three counts.
     """
-    model = make(width, 2)
+    model = make(WIDE, 2)
     for number in range(5 if name == "save_whole" else 0):  # rank 0 alone needs a copy
         model.register_buffer(f"more{number}", torch.zeros_like(model.blocks[0].up.weight))
     model = sharded(model)
@@ -251,16 +249,6 @@ def peak(answer: Any, rank: int, folder: Path, name: str, width: int = WIDE) -> 
     }[name]
     counts = range(3 if "whole" in name else 1)
     return min(measure(call, device(), known=[model, optimizer]).above_baseline for _ in counts)
-
-
-def peak_with_objects(answer: Any, rank: int, folder: Path, name: str) -> int:
-    """The same with what Python's own objects take, such as bytes and files in memory."""
-    tracemalloc.start()
-    try:
-        tensors = peak(answer, rank, folder, name, WIDER)
-        return tensors + tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def saves_once(answer: Any, rank: int, folder: Path, number: int = 1) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kit.laws.checks import check, check_bar
+from kit.laws.checks import check_bar
 from kit.ranks.shards import shard_bytes, whole_bytes
 from kit.ranks.toys import make
 from specs.sharded_checkpoint import ranks, ranks_folder
@@ -131,28 +131,15 @@ def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Pa
         check_bar(
             f"{call}, above the baseline on rank {rank} of 2",
             yours[rank],
-            _most(parameters),
+            3 * shard_bytes(parameters, 2) + 2 * max(whole_bytes([p], 2) for p in parameters),
             plain=3 * shard_bytes(parameters, 1),
             reference=_theirs[call][rank],
             formula="its weights and moments + two whole parameters; plain is the whole model",
             cause="a rank gathers, or reads, what belongs to other ranks",
         )
-    most = _most([*make(ranks.WIDER, 2).parameters()])
-    held = max(_peaks(call, answer, worlds, folder / "objects", ranks.peak_with_objects))
-    check(
-        held <= most,
-        expected=f"at most {most:,} bytes of tensors and Python's objects: its part and two whole"
-        " parameters, of a wider model",
-        got=f"{held:,} bytes",
-        cause="a part is joined in memory before it is written, or read whole before it is loaded",
-    )
 
 
-def _most(parameters: list[Any]) -> int:
-    return 3 * shard_bytes(parameters, 2) + 2 * max(whole_bytes([p], 2) for p in parameters)
-
-
-def _peaks(call: str, module: Any, worlds: Any, folder: Path, peak: Any = ranks.peak) -> list[int]:
+def _peaks(call: str, module: Any, worlds: Any, folder: Path) -> list[int]:
     if call == "load":
-        worlds(1).run(module, peak, folder, "save")
-    return worlds(2).run(module, peak, folder, call)
+        worlds(1).run(module, ranks.peak, folder, "save")
+    return worlds(2).run(module, ranks.peak, folder, call)
