@@ -275,7 +275,10 @@ class _Found:
         self.modules = list(dict.fromkeys(module for top in self.tops for module in top.modules()))
         self.modes = [module.training for module in self.modules]
         self.buffers = _copied([module._buffers for module in self.modules])
-        generators = [part for part in state if isinstance(part, Generator)]
+        # checkpoint() keeps the streams of its arguments' devices: of none if an argument hides its
+        # tensors, or if there are none.
+        streams = [part for part in state if isinstance(part, Generator)]
+        generators = [*streams, *torch.cuda.default_generators]
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> None:

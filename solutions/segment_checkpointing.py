@@ -99,7 +99,7 @@ class _Checkpoint(torch.autograd.Function):
         tensors = [args[place] for place in ctx.places]
         versions = [tensor._version for tensor in tensors]
         ctx.function, ctx.args = function, [None if isinstance(a, Tensor) else a for a in args]
-        ctx.random, ctx.autocast = _RandomState(args), _AutocastState()
+        ctx.random, ctx.autocast = _RandomState(), _AutocastState()
         with ctx.autocast.restored():
             outputs = function(*args)
         if [tensor._version for tensor in tensors] != versions:
@@ -153,12 +153,12 @@ def _has_tensors(value: Any) -> bool:
 
 
 class _RandomState:
-    """The state of torch's default generators that a function of these arguments may use."""
+    """The state of torch's default generators, of every device: 16 bytes for a GPU."""
 
-    def __init__(self, args: Iterable[Any]) -> None:
-        devices = {arg.get_device() for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
-        generators = [torch.cuda.default_generators[device] for device in sorted(devices)]
-        self.states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
+    def __init__(self) -> None:
+        # Not of the arguments' devices alone: a function may draw without a tensor among them.
+        generators = (torch.default_generator, *torch.cuda.default_generators)
+        self.states = [(generator, generator.get_state()) for generator in generators]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -348,7 +348,7 @@ def backward_with_snapshots(
         3. Under no_grad it raises RuntimeError, or gives the same gradients.
     """
     _check_schedule(len(layers), snapshots)
-    kept = [_Snapshot(0, x, _RandomState([x]))]
+    kept = [_Snapshot(0, x, _RandomState())]
     grad = None  # of the loss by the input of the layer that was done last
     with _AutocastState().restored():
         for number in reversed(range(len(layers))):
@@ -392,7 +392,7 @@ def _advance(
             x = _Chain(layers[at:stop])(x)
         at = stop
         if len(kept) < snapshots:
-            kept.append(_Snapshot(at, x, _RandomState([x])))
+            kept.append(_Snapshot(at, x, _RandomState()))
     if kept[-1].number == number:
         kept.pop()  # it is done with this layer, and its place is free
     return x

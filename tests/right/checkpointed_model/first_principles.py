@@ -417,7 +417,10 @@ class _Call:
         self.modules = [part for part in state if isinstance(part, nn.Module)]
         self.modes = _modes_of(self.modules)
         self.buffers = _Buffers(self.modules)
-        self.generators = [(g, g.get_state()) for g in state if isinstance(g, torch.Generator)]
+        own = [part for part in state if isinstance(part, torch.Generator)]
+        # checkpoint() looks for devices among the tensors that it is given alone.
+        generators = dict.fromkeys([*own, *torch.cuda.default_generators])
+        self.generators = [(generator, generator.get_state()) for generator in generators]
         self.holding = _Holding(keep) if keep else None
 
     def __call__(self, *tensors: Tensor) -> Any:

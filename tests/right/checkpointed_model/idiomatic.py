@@ -324,7 +324,8 @@ def _run_twice(
 
     def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = _selective_contexts(keep)
-        return first, _Recomputation(modules, generators, second)
+        every = [*generators, *torch.cuda.default_generators]
+        return first, _Recomputation(modules, every, second)
 
     return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
 

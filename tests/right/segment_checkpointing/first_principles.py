@@ -18,10 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 # What a forward pass depends on besides its arguments
 
 
-def _generators(tensors: Iterable[Tensor]) -> list[torch.Generator]:
-    """The cpu's generator and those of the CUDA devices that `tensors` are on."""
-    indices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
-    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in sorted(indices))]
+def _generators() -> list[torch.Generator]:
+    """The cpu's generator and those of all CUDA devices."""
+    return [torch.default_generator, *torch.cuda.default_generators]
 
 
 class _Cursor:
@@ -136,7 +135,7 @@ class _Rerun:
                 arg = places[id(arg)]
             self.args.append(arg)
         self.function = function
-        self.cursor = _Cursor(_generators(self.tensors))
+        self.cursor = _Cursor(_generators())
         self.autocast = _autocast_as_now()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -395,8 +394,7 @@ class _Sweep:
     ) -> None:
         self.layers, self.x, self.loss_fn = layers, x, loss_fn
         self.last = len(layers) - 1
-        state = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
-        self.generators = _generators([x, *state])
+        self.generators = _generators()
         self.snapshots: dict[int, _Snapshot] = {}
         self.value: Tensor | None = x
         self.cursor: _Cursor | None = None  # none while layers run for the first time

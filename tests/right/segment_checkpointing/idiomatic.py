@@ -44,10 +44,10 @@ def _unchanged(tensors: Sequence[Tensor], what: str) -> Iterator[None]:
 
 
 class _RandomState:
-    """The random state of the cpu and of some CUDA devices, as it is when this is made."""
+    """The random state of the cpu and of all CUDA devices, as it is when this is made."""
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
+    def __init__(self) -> None:
+        self.devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
         self.cpu = torch.get_rng_state()
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
 
@@ -173,7 +173,7 @@ class _Call:
         self.function = function
         self.args = args
         self.leaves = [tensor.is_leaf and not tensor._is_view() for tensor in tensors]
-        self.random = _RandomState([tensor.device for tensor in tensors])
+        self.random = _RandomState()
         self.autocast = _AutocastState()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -344,13 +344,8 @@ def backward_with_snapshots(
     if snapshots < 1:
         raise ValueError(f"snapshots is {snapshots}, below 1")
     snapshots = min(snapshots, len(layers))
-    devices = {x.device}
-    for layer in layers:
-        devices.update(p.device for p in layer.parameters())
-        devices.update(b.device for b in layer.buffers())
-
     # A snapshot's random state is all that a run from it needs: the layers draw in order.
-    kept = [_Snapshot(0, x.detach(), _RandomState(devices))]
+    kept = [_Snapshot(0, x.detach(), _RandomState())]
     loss: Tensor | None = None
     grad: Tensor | None = None  # of the output of layer `last`
     for last in reversed(range(len(layers))):
@@ -368,7 +363,7 @@ def backward_with_snapshots(
                         index, value = index + 1, output
                         del output
                     if free:
-                        kept.append(_Snapshot(index, value, _RandomState(devices)))
+                        kept.append(_Snapshot(index, value, _RandomState()))
             if kept[-1].index == last:
                 kept.pop()
             del start
