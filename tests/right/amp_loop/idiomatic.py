@@ -215,9 +215,15 @@ class LossScaler:
             groups[grad.device, grad.dtype].append(grad)
         found = []
         inverse = torch.tensor(self._scale, dtype=torch.float64).reciprocal().float()
-        for (device, _), grads in groups.items():
+        for (device, dtype), grads in groups.items():
             found_inf = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse.to(device))
+            if dtype == torch.float32:
+                factor = inverse.to(device)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+            else:  # on a GPU it has no bfloat16, and looks at float64 as float32
+                for grad in grads:
+                    found_inf += grad.isfinite().all().logical_not()
+                    grad.mul_(inverse.item())
             found.append(found_inf)
         self._seen[id(optimizer)] = _Seen(optimizer, found)
 
