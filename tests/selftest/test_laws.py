@@ -45,6 +45,7 @@ T = torch.tensor
         (T([1.0, 2.0, 4.0]), T([1.0, 2.0, 3.0]), "4 for 3 at [2]"),
         (T([1, 2]), T([1, 3]), "2 for 3 at [1]"),
         (torch.ones(2, 3), torch.ones(3), "shape (2, 3)"),
+        (torch.ones(2, device="meta"), torch.ones(2), "a tensor on meta, not on cpu"),
     ],
 )
 def test_a_difference_is_told_in_words(got, want, words):

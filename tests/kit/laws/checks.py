@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.laws.differences import differences, show
+from kit.laws.differences import beside, differences, show
 from kit.memory.ruler import human
 
 
@@ -127,11 +127,12 @@ def check_equal(
 
 
 def same(one: object, other: object) -> bool:
-    """Whether both are equal: tensors to the bit and in dtype, anything else by ==."""
+    """Whether both are equal: tensors to the bit, in dtype and place, anything else by ==."""
     if one is other:  # even where a NaN is in it
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        alike = one.dtype == other.dtype and beside(one, other)
+        return alike and torch.equal(one, other.to(one.device))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kit.laws.differences import beside
 from kit.laws.trace import Described, Trace
 
 NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
@@ -28,8 +29,8 @@ def same(one: Any, other: Any, near: float = NEAR) -> bool:
     if isinstance(one, Described) and isinstance(other, Described):
         return one.kind == other.kind and same(one.value, other.value, near)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and _near(one, other, near)
+        alike = one.dtype == other.dtype and one.shape == other.shape and beside(one, other)
+        return alike and _near(one, other.to(one.device), near)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k], near) for k in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

@@ -24,10 +24,18 @@ def show(value: Tensor) -> str:
     return f"[{first}{more}] ({kind}, shape {tuple(value.shape)})"
 
 
+def beside(one: Tensor, other: Tensor) -> bool:
+    """Whether both are on one device; a number can be used beside tensors of any."""
+    return one.dim() == other.dim() == 0 or one.device == other.device
+
+
 def differences(got: object, want: object) -> str:
     """`got` in a few words, and how it differs from `want`: NaN, zero, a multiple, or where."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         return str(got)
+    if not beside(got, want):
+        return f"a tensor on {got.device}, not on {want.device}"
+    got = got.to(want.device)
     if got.shape != want.shape or got.dtype != want.dtype:
         return show(got)
     words = _kind(got, want)

@@ -203,12 +203,20 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return _laid_out_on(device, batch)
     if isinstance(batch, (tuple, list)):
         return type(batch)(_moved(part, device) for part in batch)
     if isinstance(batch, dict):
         return {key: _moved(part, device) for key, part in batch.items()}
     return batch
+
+
+def _laid_out_on(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on the device, with its strides: `to` makes a slice contiguous."""
+    if tensor.device.type == device.type or tensor.requires_grad or 0 in tensor.stride():
+        return tensor.to(device)
+    place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return place.copy_(tensor)
 
 
 def observe(
