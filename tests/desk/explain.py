@@ -51,6 +51,8 @@ def explain(error: BaseException, judged: Judged) -> Problem:
         return Problem("wrong", error.got, error.expected, error.cause, **here)
     if _is_timeout(error):
         return _timeout(judged, place, here)
+    if ends_the_gpu(error):
+        return _end_of_the_gpu(error, here)
     if isinstance(error, SystemExit):
         return _exit(error, judged, here)
     if judged.importing:
@@ -137,6 +139,19 @@ def _timeout(judged: Judged, place: Place | None, here: dict[str, Any]) -> Probl
         cause = "the time went by outside of the file that is judged"
     got = f"time-out: still running after {judged.limit:g} s"
     return Problem("time-out", got, f"{what} within {judged.limit:g} s", cause, **here)
+
+
+def ends_the_gpu(error: BaseException) -> bool:
+    """Whether this process cannot use its GPU any more: each later call raises the same."""
+    return "device-side assert" in str(error)
+
+
+def _end_of_the_gpu(error: BaseException, here: dict[str, Any]) -> Problem:
+    cause = (
+        "an index or a label is out of range; a GPU says so late, so the line may be a later one."
+        " On the CPU the same error says what it is: nox -s kata"
+    )
+    return Problem("error", _said(error).splitlines()[0], "no error", cause, **here)
 
 
 def _exit(error: SystemExit, judged: Judged, here: dict[str, Any]) -> Problem:

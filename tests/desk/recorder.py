@@ -25,7 +25,7 @@ from desk.events import (
     Spec,
     Started,
 )
-from desk.explain import Judged, explain, place_in
+from desk.explain import Judged, ends_the_gpu, explain, place_in
 from desk.verdict import part_of
 from kit import catalog
 from kit.answers import contract, loading
@@ -130,6 +130,8 @@ class Recorder:
             item.session.shouldstop = "the file cannot be judged"
             self._tell(Broken(explain(error, judged), prints))
             return report
+        if error is not None and ends_the_gpu(error):
+            item.session.shouldstop = "each later spec would raise the same"
         charts = [_chart(value) for key, value in report.user_properties if key == "bar"]
         outcome = _outcome(item.nodeid, self._seconds, error, judged, charts, prints)
         plan: Any = dict(report.user_properties).get("plan")

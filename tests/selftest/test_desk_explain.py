@@ -98,6 +98,16 @@ def test_the_line_is_the_last_of_the_answer_and_the_cause_names_what_it_called(j
     assert "(decoder.py), which this line has called" in told(judged(text)).cause
 
 
+def test_an_assert_on_a_gpu_is_told_with_the_way_to_its_cause(judged):
+    words = "CUDA error: device-side assert triggered\\nCompile with `TORCH_USE_CUDA_DSA`"
+    text = SOLUTION.replace("return _total", f'raise RuntimeError("{words}")\n    #')
+    problem = told(judged(text))
+    assert problem.got == "RuntimeError: CUDA error: device-side assert triggered"
+    assert "out of range" in problem.cause
+    assert "nox -s kata" in problem.cause
+    assert not problem.sure
+
+
 def test_not_written_is_only_what_the_answer_itself_says(judged):
     body = "    return _total(values, start) / len(values)"
     mine = judged(SOLUTION.replace(body, "    raise NotImplementedError"))
