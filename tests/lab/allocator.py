@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kit.private_torch import DispatchMode, allocation_history
+from lab.measure import cuda_budget
 
 HERE = Path(__file__).parent
 
@@ -60,18 +61,14 @@ def reserved_by(
     torch.cuda.empty_cache()
     start = torch.cuda.memory_reserved(device)
     budget = start + int(segments * 20 * 2**20 * 1.1)
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
     mode, failed = _Counters(device), False
     try:
-        with mode:
+        with cuda_budget(device, budget), mode:
             program(device, segments)
     except torch.OutOfMemoryError:
         failed = True  # what its traceback holds is freed at the end of this block
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()
+    torch.cuda.empty_cache()
     return {**mode.counts, "failed": failed, "wanted": segments * 10 * 2**20}
 
 

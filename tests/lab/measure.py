@@ -7,7 +7,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -123,6 +124,19 @@ class _Budget(LiveBytes):
             raise OutOfBudget(f"{alive} bytes are alive, and the budget is {self._budget}")
 
 
+@contextmanager
+def cuda_budget(device: torch.device, budget: int) -> Iterator[None]:
+    """Beyond `budget` bytes of the device the allocator raises torch.OutOfMemoryError."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    # "cuda" alone names the current device everywhere but here.
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), number)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, number)
+
+
 def fits(
     step: Callable[[], object], device: torch.device, budget: int, known: Iterable[object] = ()
 ) -> bool:
@@ -131,18 +145,11 @@ def fits(
     On cuda the budget is enforced by the caching allocator, on the cpu by the ruler's count.
     """
     fitted = True
+    on_gpu = device.type == "cuda"
     try:
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        with cuda_budget(device, budget) if on_gpu else _Budget(budget, known).counting():
             step()
-        else:
-            with _Budget(budget, known).counting():
-                step()
     except (OutOfBudget, torch.OutOfMemoryError):
         fitted = False
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
     gc.collect()  # not in `except`: its traceback would hold the step's tensors
     return fitted

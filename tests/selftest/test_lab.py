@@ -199,6 +199,26 @@ def test_a_budget_refuses_the_step_that_exceeds_it():
     assert not measure.fits(lambda: x * 2, CPU, budget=8191, known=[x])
 
 
+def test_a_budget_of_a_gpu_is_given_to_the_current_one_and_taken_back(monkeypatch):
+    """As torch has it: the call that sets a limit takes no "cuda" without a number."""
+    seen = []
+
+    def limit(fraction: float, device: object) -> None:
+        seen.append((torch.cuda._utils._get_device_index(device), fraction))
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    properties = SimpleNamespace(total_memory=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def too_much() -> None:
+        raise torch.OutOfMemoryError
+
+    assert measure.fits(int, torch.device("cuda"), budget=25)
+    assert not measure.fits(too_much, torch.device("cuda", 3), budget=200)
+    assert seen == [(1, 0.25), (1, 1.0), (3, 1.0), (3, 1.0)]
+
+
 def test_the_kinds_of_a_timeline_add_up_to_the_ruler():
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
     optimizer, x = torch.optim.Adam(model.parameters()), torch.ones(256, 64)

@@ -110,7 +110,9 @@ def _peak(rows: list[dict[str, int]]) -> str:
 
 def _claims(lab: Lab, saved: dict[str, float], slower: dict[str, float]) -> None:
     on_gpu = lab.device.type == "cuda"
-    where = "on this GPU" if on_gpu else "on this CPU; another one may have no 16-bit arithmetic"
+    where = "on this CPU; another one may have no 16-bit arithmetic"
+    if on_gpu:
+        where = "on this GPU, beside float32 without TF32"
     state = "only activations are 16 bits: the larger the batch, the nearer to 50 %"
     lab.claim("q9-amp-half", f"{saved['AMP']:.0%} of the peak", verdict="holds in part", when=state)
     speed = 1 / slower["AMP"]

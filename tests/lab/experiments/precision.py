@@ -161,7 +161,9 @@ def _peak(lab: Lab, way: str) -> dict[str, int]:
 def _time(lab: Lab) -> dict[str, float]:
     seconds = lab.sample("seconds", lambda: _seconds(lab))
     found = {way: ratio(seconds["fp32"], own) for way, own in seconds.items()}
-    where = "this GPU" if lab.device.type == "cuda" else f"this CPU, one thread ({SMALL})"
+    where = f"this CPU, one thread ({SMALL})"
+    if lab.device.type == "cuda":
+        where = "this GPU, without TF32"
     lab.table(
         f"Speed of a step on {where}",
         ["precision", "times fp32's speed", "spread"],
