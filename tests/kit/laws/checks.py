@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.laws.differences import beside, differences, show
+from kit.laws.differences import differences, show
+from kit.laws.equal import narrowed, same, whence
 from kit.memory.ruler import human
 
 
@@ -87,8 +88,6 @@ bars: list[Bar] = []
 
 Suspects = Mapping[str, object]
 
-_FEW = 6  # names that can be compared at a glance
-
 
 def fail(
     *, expected: str, got: object, cause: str, sure: bool = False, clause: str | int = ""
@@ -106,17 +105,25 @@ def check(ok: bool, *, expected: str, got: object, cause: str) -> None:
 
 
 def check_equal(
-    got: object, want: object, what: str, *, cause: str, suspects: Suspects | None = None
+    got: object,
+    want: object,
+    what: str,
+    *,
+    cause: str,
+    suspects: Suspects | None = None,
+    before: object = None,
 ) -> None:
     """Fail unless both are equal: tensors to the bit and in dtype, anything else by ==.
 
-    Of dicts and lists of these the first part that differs is shown.
+    Of dicts and lists of these the first part that differs is shown. `before`: what was there
+    before the call, so that what has stayed is told.
     """
     __tracebackhide__ = True
     if same(got, want):
         return
     belief = next((b for b, value in (suspects or {}).items() if same(got, value)), None)
-    got, want, what = _narrowed(got, want, what)
+    belief = belief or whence(got, want, before)
+    got, want, what = narrowed(got, want, what)
     shown = show(want) if isinstance(want, torch.Tensor) else want
     fail(
         expected=f"{what} = {shown}",
@@ -124,37 +131,6 @@ def check_equal(
         cause=belief or cause,
         sure=belief is not None,
     )
-
-
-def same(one: object, other: object) -> bool:
-    """Whether both are equal: tensors to the bit, in dtype and place, anything else by ==."""
-    if one is other:  # even where a NaN is in it
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        alike = one.dtype == other.dtype and beside(one, other)
-        return alike and torch.equal(one, other.to(one.device))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
-def _narrowed(got: object, want: object, what: str) -> tuple[object, object, str]:
-    """The first part of a dict or a list that differs, however deep; or the names, if these do."""
-    if isinstance(got, dict) and isinstance(want, dict):
-        if got.keys() != want.keys():
-            if max(len(got), len(want)) <= _FEW:
-                return [*got], [*want], f"names in {what}"
-            mine, true = ([n for n in a if n not in b] for a, b in ((got, want), (want, got)))
-            return mine, true, f"names in {what} that are not in both"
-        key = next(key for key in want if not same(got[key], want[key]))
-        return _narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
-    if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
-        number = next(n for n, value in enumerate(want) if not same(got[n], value))
-        if isinstance(want[number], torch.Tensor):
-            return got[number], want[number], f"number {number} of {what}"
-    return got, want, what
 
 
 def check_close(

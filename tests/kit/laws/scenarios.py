@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from kit.laws import draw
-from kit.laws.checks import check_equal, in_scenario, same
+from kit.laws.checks import check_equal, in_scenario
+from kit.laws.equal import same
 from kit.laws.suspects import Suspect, suspects
 
 Judge = Callable[..., tuple[object, object]]

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.laws.checks import check, same
+from kit.laws.checks import check
+from kit.laws.equal import same
 from kit.laws.trace import kept
 
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kit.laws.checks import check, same
+from kit.laws.checks import check
+from kit.laws.equal import same
 from kit.ranks.rank import device
 
 if TYPE_CHECKING:  # a second of imports, which only those pay who shard

@@ -11,7 +11,7 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.again import fails_once
-from kit.laws.checks import same
+from kit.laws.equal import same
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.trace import kept

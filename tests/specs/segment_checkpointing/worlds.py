@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.laws.checks import SpecFailure, check_bar, check_equal, fail, same
+from kit.laws.checks import SpecFailure, check_bar, check_equal, fail
+from kit.laws.equal import same
 from kit.laws.scenarios import scenarios
 from kit.laws.trace import Probe
 from kit.laws.untouched import observed

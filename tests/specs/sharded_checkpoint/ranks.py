@@ -71,14 +71,14 @@ def load_and_go_on(
         _use_amsgrad(optimizer, 0)  # its state is there where none was saved, and the other way
         move(model, optimizer)  # all parameters: what is frozen has state and a gradient too
         _use_amsgrad(optimizer, 1)
-    before = torch.get_rng_state()
+    held, before = state(model, optimizer), torch.get_rng_state()
     number = answer.load(str(folder), model, optimizer)
     cause = "random numbers are drawn, or a seed is set"
     check_equal(torch.get_rng_state(), before, "the random state", cause=cause)
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
     cause = "not everything is saved, or loaded, in its dtype; or state of before is left"
-    _check_loaded(state(model, optimizer), saved["saved"], cause)
+    _check_loaded(state(model, optimizer), saved["saved"], cause, held)
     check_others(model)
     cause = "what trains afterwards is not what was loaded"
     after = torch.tensor(_goes_on(model, optimizer))
@@ -110,10 +110,12 @@ def _use_amsgrad(optimizer: Optimizer, number: int) -> None:
         group["amsgrad"] = n == number
 
 
-def _check_loaded(got: dict[str, Any], want: dict[str, Any], cause: str) -> None:
+def _check_loaded(
+    got: dict[str, Any], want: dict[str, Any], cause: str, before: dict[str, Any] | None = None
+) -> None:
     __tracebackhide__ = True
     (tensors, settings), (saved, own) = _parted(got), _parted(want)
-    check_equal(tensors, saved, "what is loaded", cause=cause)
+    check_equal(tensors, saved, "what is loaded", cause=cause, before=before)
     cause = "settings, such as learning rates, are not saved or loaded for every group, or not anew"
     check_equal(settings, own, "settings", cause=cause)
 

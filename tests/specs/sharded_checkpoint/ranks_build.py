@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from kit.laws import draw
-from kit.laws.checks import check_close, check_equal, same
+from kit.laws.checks import check_close, check_equal
+from kit.laws.equal import same
 from kit.memory.ruler import measure
 from kit.ranks.rank import device
 from kit.ranks.shards import mesh

@@ -1,0 +1,70 @@
+"""Equality to the bit of what specs compare, the first part that differs, and whence it comes."""
+
+from __future__ import annotations
+
+import torch
+
+from kit.laws.differences import beside
+
+_FEW = 6  # names that can be compared at a glance
+
+
+def same(one: object, other: object) -> bool:
+    """Whether both are equal: tensors to the bit, in dtype and place, anything else by ==."""
+    if one is other:  # even where a NaN is in it
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = one.dtype == other.dtype and beside(one, other)
+        return alike and torch.equal(one, other.to(one.device))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def narrowed(got: object, want: object, what: str) -> tuple[object, object, str]:
+    """The first part of a dict or a list that differs, however deep; or the names, if these do."""
+    if isinstance(got, dict) and isinstance(want, dict):
+        if got.keys() != want.keys():
+            if max(len(got), len(want)) <= _FEW:
+                return [*got], [*want], f"names in {what}"
+            mine, true = ([n for n in a if n not in b] for a, b in ((got, want), (want, got)))
+            return mine, true, f"names in {what} that are not in both"
+        key = next(key for key in want if not same(got[key], want[key]))
+        return narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
+    if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
+        number = next(n for n, value in enumerate(want) if not same(got[n], value))
+        if isinstance(want[number], torch.Tensor):
+            return got[number], want[number], f"number {number} of {what}"
+    return got, want, what
+
+
+def whence(got: object, want: object, before: object = None) -> str | None:
+    """What is certain of the first part of a dict that differs, whatever the answer has done.
+
+    It is left out where all else is right, has stayed as it was `before`, or is what another part
+    should be, or is right in another dtype.
+    """
+    if not isinstance(got, dict) or not isinstance(want, dict):
+        return None
+    there = [key for key in want if key in got]
+    key = next((key for key in there if not same(got[key], want[key])), None)
+    if key is None and len(got) == len(there) < len(want):
+        return "all else is there, and right: these are left out"
+    known = before if isinstance(before, dict) else {}
+    if len(there) == len(want) < len(got):
+        stayed = all(name in known for name in got if name not in want)
+        return "what was there before has stayed" if stayed else None
+    if got.keys() != want.keys():
+        return None
+    mine, true = got.get(key), want.get(key)
+    if key in known and same(mine, known[key]):
+        return "it is as it was before the call: nothing has been put there"
+    if not isinstance(mine, torch.Tensor) or not isinstance(true, torch.Tensor):
+        return None
+    if mine.dtype != true.dtype and same(mine, true.to(mine.dtype)):
+        return f"these are the right values, cast to {mine.dtype}"
+    others = (name for name, value in want.items() if name != key and same(mine, value))
+    other = next(others, None) if mine.numel() > 1 and mine.unique().numel() > 1 else None
+    return f"it is that of {other}" if other else None

@@ -1,0 +1,72 @@
+"""What differs, in words: values, whence they come, and order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kit.laws.checks import SpecFailure, check_equal
+from kit.laws.differences import differences, in_another_order
+
+T = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "words"),
+    [
+        (T([1.0, math.nan, 3.0]), T([1.0, 2.0, 3.0]), "NaN at [1]"),
+        (T([[1.0, math.inf], [math.inf, 2.0]]), torch.ones(2, 2), "infinite at [0, 1] and 1 more"),
+        (torch.zeros(2), T([1.0, 2.0]), "zero everywhere"),
+        (T(0.0), T(2.0), "zero"),
+        (T([2.0, 4.0]), T([1.0, 2.0]), "2 x what is expected, everywhere"),
+        (T([1.0, 2.0]), T([3.0, 6.0]), "1/3 x what is expected, everywhere"),
+        (T([-1.0, 2.0]), T([1.0, -2.0]), "-1 x what is expected, everywhere"),
+        (T(928.0), T(14.5), "64 x what is expected"),
+        (T([1.0, 2.0, 4.0]), T([1.0, 2.0, 3.0]), "4 for 3 at [2]"),
+        (T([1, 2]), T([1, 3]), "2 for 3 at [1]"),
+        (torch.ones(2, 3), torch.ones(3), "shape (2, 3)"),
+        (torch.ones(2, device="meta"), torch.ones(2), "a tensor on meta, not on cpu"),
+    ],
+)
+def test_a_difference_is_told_in_words(got, want, words):
+    assert differences(got, want).endswith(words) or words in differences(got, want).split(": ")[0]
+
+
+ONE, TWO = T([1.0, 0.1]), T([2.0, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        ({"a": ONE, "b": ONE}, "it is that of a"),
+        ({"a": ONE, "b": TWO.bfloat16()}, "these are the right values, cast to torch.bfloat16"),
+        ({"a": ONE, "b": TWO * 5}, "it is as it was before the call: nothing has been put there"),
+        ({"a": ONE}, "all else is there, and right: these are left out"),
+        ({"a": ONE, "b": TWO, "c": ONE}, "what was there before has stayed"),
+        ({"a": ONE, "b": TWO, "d": ONE}, ""),
+        ({"a": TWO}, ""),
+        ({"a": ONE, "b": ONE * 3}, ""),
+        ([ONE], ""),
+    ],
+)
+def test_what_differs_says_itself_whence_it_comes(got, words):
+    before = {"a": ONE, "b": TWO * 5, "c": ONE}
+    with pytest.raises(SpecFailure) as caught:
+        check_equal(got, {"a": ONE, "b": TWO}, "all", cause="a guess", before=before)
+    assert caught.value.cause == (words or "a guess")
+    assert caught.value.sure == bool(words)
+
+
+def test_a_factor_that_is_no_simple_number_is_told_of_tensors_only():
+    assert "1.37 x" in differences(T([1.37, 2.74]), T([1.0, 2.0]))
+    assert " x " not in differences(T(1.37), T(1.0))
+
+
+def test_a_list_in_another_order_is_told_from_one_with_other_things():
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert in_another_order(["a batch", "a batch", two], ["a batch", two, "a batch"])
+    assert in_another_order([one, two], [two, one])
+    for got in ([one, two], [two, two], [two], "two, one"):
+        assert not in_another_order(got, [one, two])
