@@ -210,7 +210,7 @@ def recompute(
         5. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
         6. Under autocast the second run computes in the same dtype.
         7. Without gradients there is no second run.
-        8. On cuda the device's stream counts, even if tensors come by keyword only.
+        8. On cuda the device's stream counts, even if no argument is a tensor.
         9. Modules in `state` are in the mode of the first run, whatever theirs is by then.
         10. A result dropped without a backward pass leaves no tensor to the garbage collector.
     """

@@ -216,6 +216,8 @@ class TestPart2RecomputeDetails:
         yield "by position", chain(lambda: [Noisy()])
         named = lambda run, block, x: run(lambda *, y: block(y), y=x, state=[block])  # noqa: E731
         yield "by keyword", chain(lambda: [Noisy()], call=named)
+        captured = lambda run, block, x: run(lambda: block(x), state=[block])  # noqa: E731
+        yield "in a closure", chain(lambda: [Noisy()], call=captured)
 
     @pytest.mark.survives("recompute", 9)
     @recomputed(
