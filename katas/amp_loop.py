@@ -78,7 +78,7 @@ def train_step(
         max_norm: above 0; clips to this norm.
 
     Raises:
-        another dtype, scaler, max_norm or batch (its lengths).
+        another dtype, scaler, max_norm or batch.
 
     Details:
         1. Parameters without a gradient in this step are not stepped, whatever they had before.
@@ -280,4 +280,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 6d975beb2c49
+# untouched stub be5c03d96062

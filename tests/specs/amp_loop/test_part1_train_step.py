@@ -146,7 +146,7 @@ class TestPart1TrainStep:
     @HALVES
     @bar(
         "peak of a step above its baseline",
-        "0.60 x the float32 step",
+        "0.60 x the float32 step + the batch",
         "activations are kept in float32, or in both precisions",
     )
     def test_holds_activations_in_sixteen_bits(self, device, dtype, reference):
@@ -155,7 +155,7 @@ class TestPart1TrainStep:
         R = 1024 rows and four hidden layers of 96 make A = 4 * R * 4 * 96 = 1.57 MB of activations
         against W = 0.12 MB of weights. At the peak the backward pass has one more layer in flight:
         float32 takes 5/4 A + W, 16 bits half of that 5/4 A and W + W/2. That is 0.55 of it, and the
-        bar is 0.60.
+        bar is 0.60, and a copy of the batch.
         """
         rows = 1024 if device.type == "cpu" else 16 * 1024
 
@@ -165,7 +165,7 @@ class TestPart1TrainStep:
             return measured_step(module, model, batch, mse, dtype).above_baseline
 
         plain = peak(reference, torch.float32)
-        return peak, 0.60 * plain, plain
+        return peak, 0.60 * plain + 4 * rows * (24 + 8), plain
 
     @pytest.mark.saves("train_step", "memory")
     @HALVES

@@ -126,10 +126,10 @@ class TestPart3PeakMemory:
     @pytest.mark.exact("peak_memory", "step")
     @counts("a warm-up run changes the state, or the result is kept, or gradients are put on")
     def test_runs_the_step_once_and_drops_its_result(self):
-        kept, x, results = [], floats(4, requires_grad=True), {}
+        kept, own, x, results = [], [], floats(4, requires_grad=True), {}
         yield "more each time", (0, 4, 4), lambda: kept.append(floats(4 + 4 * len(kept)))
         yield "a result", (0, 4, 0), lambda: floats(4)
-        yield "the caller's list", (0, 4, 4), lambda: kept.append(floats(4)) or kept
+        yield "the caller's list", (0, 4, 4), lambda: own.append(floats(4)) or own
         yield "the caller's dict", (0, 4, 4), lambda: results.update(y=floats(4)) or results
         with torch.no_grad():
             yield "the caller's no_grad", (4, 8, 4), lambda: kept.append(x.exp().tanh()), [x]
