@@ -37,7 +37,6 @@ from specs.gradient_accumulation.scenarios import (
     OLDER,
     OWN_LOSS,
     STEPS,
-    UNDER,
     UNUSUAL,
     bad,
     dropout,
@@ -199,7 +198,6 @@ FLOAT32: dict[str, Rows] = {
         "the model fails, a foreign parameter": (
             *(foreign, gradient_of_another(), fails("model", 5), tag("foreign")),
         ),
-        **UNDER,
         **BAD_BATCHES,
     },
     "options": BAD_OPTIONS | {name: (*row, tag("early")) for name, row in NOTHING.items()},

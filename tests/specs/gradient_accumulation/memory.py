@@ -83,7 +83,8 @@ class Limit(NamedTuple):
     formula: str
 
 
-def limit_of(case: Case) -> Limit:
+def limit_of(case: Case, *, has_data: bool = False) -> Limit:
+    """`has_data`: whether copies of the window's data may be held."""
     rest, gradients = len(case.batches) - 1, gradients_of(case)
     if case.name == "wide_output":
         logits, three = 4 * 64 * CLASSES, 3 * gradients
@@ -95,6 +96,8 @@ def limit_of(case: Case) -> Limit:
         formula += ", and the data of three; plain keeps the data of six"
         return Limit(one + 0.35 * gradients + 3 * data, one + 6 * data, formula)
     plain = one + max(rest * (one - 2 * gradients), gradients)
+    if has_data:
+        one, formula = one + bytes_of(*case.batches), f"{formula}, and the window's data"
     return Limit(one + 0.35 * gradients, plain, formula)
 
 
@@ -180,7 +183,9 @@ def peak(case: Case, call: Call, module: object) -> int:
 def check_peak(case: Case, call: Call, answer: object, reference: object, what: str = "") -> None:
     """Fail unless the peak of `call` stays within the limit of the case."""
     __tracebackhide__ = True
-    limit, plain, formula = limit_of(case)
+    limit, plain, formula = limit_of(
+        case, has_data=call in (epoch_of_one_window, epoch_of_three_windows)
+    )
     check_bar(
         what or f"peak of a window of {len(case.batches)} above its baseline",
         peak(copy.deepcopy(case), call, answer),

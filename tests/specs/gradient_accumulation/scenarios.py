@@ -179,14 +179,6 @@ def bad(kinds: Mapping[str, tuple[Any, ...]], *places: int, tags: Iterable[str] 
     }
 
 
-UNDER: dict[str, Row] = {
-    f"{what} under the caller's {name}": (*row, put(inside=[mode]), tag("early"))
-    for name, mode in {"no_grad": torch.no_grad, "inference mode": torch.inference_mode}.items()
-    for what, row in {
-        "the model fails": (fails("model"),),
-        **bad({"three tensors": NO_PAIRS["three tensors"]}, 0),
-    }.items()
-}
 NOTHING: dict[str, Row] = {"no micro-batch": refused(lambda w: w.batches.clear(), mentions=("0",))}
 ACCUMULATE: dict[str, Rows] = {
     "window": {
@@ -207,7 +199,7 @@ ACCUMULATE: dict[str, Rows] = {
     "unusual": UNUSUAL,
     "no gradient": NO_GRADIENT,
     "foreign": FOREIGN,
-    "errors": ERRORS | failing("loss", 3) | UNDER,
+    "errors": ERRORS | failing("loss", 3),
     "autocast": AUTOCAST,
     "bad": {**bad(NO_PAIRS, 0, 1, 2), **NOTHING},
 }

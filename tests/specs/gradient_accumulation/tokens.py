@@ -152,10 +152,6 @@ TOKENS: dict[str, Rows] = {
         "logits transposed": (transposed,),
         "as many places as classes": (of((1, 5, 3), (3, 5, 8)), transposed),
     },
-    "others": of_samples.NO_GRADIENT
-    | of_samples.FOREIGN
-    | of_samples.ERRORS
-    | of_samples.AUTOCAST
-    | of_samples.UNDER,
+    "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS | of_samples.AUTOCAST,
     "bad": {**bad(NO_TOKENS, 0, 1, 3), **of_samples.NOTHING, **NO_LABEL},
 }
