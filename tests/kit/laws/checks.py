@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from kit.laws.differences import differences, show
-from kit.laws.equal import narrowed, same, whence
+from kit.laws.equal import Names, narrowed, same, whence
 from kit.memory.ruler import human
 
 
@@ -126,7 +126,7 @@ def check_equal(
     got, want, what = narrowed(got, want, what)
     shown = show(want) if isinstance(want, torch.Tensor) else want
     fail(
-        expected=f"{what} = {shown}",
+        expected=f"{what} with its {want}" if isinstance(want, Names) else f"{what} = {shown}",
         got=differences(got, want),
         cause=belief or cause,
         sure=belief is not None,

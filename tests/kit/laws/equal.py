@@ -23,14 +23,25 @@ def same(one: object, other: object) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+class Names(str):
+    """Which names a dict has, and which it has not, in words."""
+
+
+def _told(how: str, names: list[object]) -> str:
+    first = ", ".join(map(repr, names[:_FEW]))
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return f"{how} {first}{more}" if names else ""
+
+
 def narrowed(got: object, want: object, what: str) -> tuple[object, object, str]:
     """The first part of a dict or a list that differs, however deep; or the names, if these do."""
     if isinstance(got, dict) and isinstance(want, dict):
         if got.keys() != want.keys():
             if max(len(got), len(want)) <= _FEW:
                 return [*got], [*want], f"names in {what}"
-            mine, true = ([n for n in a if n not in b] for a, b in ((got, want), (want, got)))
-            return mine, true, f"names in {what} that are not in both"
+            lacks = _told("without", [name for name in want if name not in got])
+            has = _told("with another:", [name for name in got if name not in want])
+            return Names("; ".join(filter(None, [lacks, has]))), Names(f"{len(want)} names"), what
         key = next(key for key in want if not same(got[key], want[key]))
         return narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
     if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
