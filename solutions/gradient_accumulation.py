@@ -289,17 +289,21 @@ def _output(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _step(optimizer: Optimizer, scaler: GradScaler | None) -> bool:
     """Step, and say whether the step was skipped."""
-    if scaler is None:
+    if scaler is None or not scaler.is_enabled():
         optimizer.step()
         return False
-    scale = scaler.get_scale()
-    try:
-        scaler.step(optimizer)
-    except BaseException:
-        scaler.update(scale)  # or it refuses the next unscale_(): no update, it says, came between
-        raise
+    # Not scaler.step(): after an overflow it calls a fused optimizer all the same, and fused SGD
+    # makes its momentum of whatever is in memory. unscale_() has looked for infinities already.
+    before = scaler.state_dict()
     scaler.update()
-    return scaler.get_scale() < scale  # it falls after an overflow and at no other time
+    if scaler.get_scale() < before["scale"]:  # it falls after an overflow and at no other time
+        return True
+    try:
+        optimizer.step()
+    except BaseException:
+        scaler.load_state_dict(before)  # this window does not count
+        raise
+    return False
 
 
 def _check_epoch(
