@@ -65,6 +65,7 @@ class TestPart3PeakMemory:
         yield "three floats", (12 / KIB, 0, 0), lambda: None, [torch.ones(3)]
         (leaf := floats(2, requires_grad=True)).grad = floats(2)
         yield "a leaf without its gradient", (2, 0, 0), lambda: None, [leaf]
+        yield "an alias that is gone", (2, 0, 0), lambda: None, (t.data for t in [leaf])
 
     @pytest.mark.exact("peak_memory", "peak")
     @agrees_with_the_ruler("memory is missed (in backward?) or counted twice (views? in-place?)")

@@ -24,7 +24,9 @@ class TestPart1Modes:
 
     @pytest.mark.survives("checkpoint", 6)
     @pytest.mark.filterwarnings("ignore:Using backward")
-    @pytest.mark.parametrize("how", ["grad", "grad_of_a_parameter", "inputs", "create_graph"])
+    @pytest.mark.parametrize(
+        "how", ["grad", "grad_of_a_parameter", "inputs", "inputs_of_a_used_graph", "create_graph"]
+    )
     def test_refuses_what_would_lose_gradients(self, answer, device, how):
         """grad() may change no .grad, but a backward() inside would; and a second derivative would
         lack the part from inside."""
@@ -33,7 +35,9 @@ class TestPart1Modes:
 
         def ask(call):
             loss = call(model, x).sum() + (x**3).sum()
-            if how == "inputs":
+            if how == "inputs_of_a_used_graph":
+                loss.backward(retain_graph=True)
+            if how.startswith("inputs"):
                 loss.backward(inputs=[x])
             elif how == "create_graph":
                 loss.backward(create_graph=True)
