@@ -117,7 +117,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint, or one with other names or shapes, extra state's apart; names the folder.
+        no checkpoint; one with other names, or shapes (extra state's may differ). Names the folder.
     """
     raise NotImplementedError
 
@@ -157,9 +157,9 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         a name that only the file or only the model's state dict has, or a shape that differs, of
-        buffers too, extra state's apart; names one of them and the path.
+        buffers too (extra state's may); names one of them and the path.
     """
     raise NotImplementedError
 
 
-# untouched stub 7a1785130495
+# untouched stub d6cb583b2ccc

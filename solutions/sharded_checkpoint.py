@@ -192,7 +192,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint, or one with other names or shapes, extra state's apart; names the folder.
+        no checkpoint; one with other names, or shapes (extra state's may differ). Names the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:
@@ -333,7 +333,7 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         a name that only the file or only the model's state dict has, or a shape that differs, of
-        buffers too, extra state's apart; names one of them and the path.
+        buffers too (extra state's may); names one of them and the path.
     """
 
     def read() -> dict[str, Any]:
