@@ -34,6 +34,7 @@ RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
 BF16, KEPT = {"dtype": torch.bfloat16}, {"reshard_after_forward": False}
 KEPT_ALSO: dict[str, tuple[Any, dict[str, Any]]] = {
     "six_blocks": (tall, {}),
+    "evaluated": (wide, {"looked": True}),
     "bf16-nested": (nested, BF16),
     "checkpoint-nested": (nested, {"checkpoint": True}),
     "eval_mode": (tall, {"train": False}),
@@ -119,6 +120,7 @@ class TestPart1Wrap:
         calls = books(answer, device, 8, shape=shape, reshard_after_forward=False, **options).calls
         want = planned(shape, 8, gathers=1, dtype=options.get("dtype", torch.float32))
         mode = "" if options.get("train", True) else " in eval mode"
+        mode += " after an evaluation" if options.get("looked") else ""
         check_calls(calls, want, what=f"a step with reshard_after_forward=False{mode}")
 
     @pytest.mark.exact("wrap", "gathered")
