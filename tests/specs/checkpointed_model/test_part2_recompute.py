@@ -80,6 +80,7 @@ class TestPart2Recompute:
         yield "a generator of its own", chain(lambda: [Noisy(7, rate=0.0)])
         yield "two generators, and torch's own", chain(noisy)
         yield "two blocks with one generator", chain(_one_generator)
+        yield "three calls inside of one", chain(lambda: [Noisy(7)], call=_three_inside), None
         state = lambda block: [*block.generators, torch.default_generator] * 2  # noqa: E731
         named = lambda run, block, x: run(block, x, state=state(block))  # noqa: E731
         yield "generators named twice, torch's own too", chain(noisy, call=named)
@@ -172,6 +173,15 @@ def _after_an_error(run, block, x):
     with suppress(RuntimeError):
         call(run, block, x[..., 1:])
     return call(run, block, x)
+
+
+def _three_inside(run, block, x):
+    def three(x):
+        for _ in range(3):
+            x = run(block, x, state=block.generators)
+        return x
+
+    return run(three, x, state=block.generators)
 
 
 def _dropped(count, run, block, x):
