@@ -59,7 +59,7 @@ def test_of_a_dict_the_part_that_differs_is_shown():
     ("count", "words"),
     [
         (2, ["names in state = ['n0', 'n1']", "['n1', 'more']"]),
-        (9, ["state with its 9 names", "without 'n0'; with another: 'more'"]),
+        (9, ["state with its 9 names", "without 'n0'; with 'more' besides"]),
     ],
 )
 def test_of_many_names_those_that_differ_are_shown(count, words):

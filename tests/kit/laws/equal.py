@@ -30,7 +30,7 @@ class Names(str):
 def _told(how: str, names: list[object]) -> str:
     first = ", ".join(map(repr, names[:_FEW]))
     more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return f"{how} {first}{more}" if names else ""
+    return how.format(first + more) if names else ""
 
 
 def narrowed(got: object, want: object, what: str) -> tuple[object, object, str]:
@@ -39,8 +39,8 @@ def narrowed(got: object, want: object, what: str) -> tuple[object, object, str]
         if got.keys() != want.keys():
             if max(len(got), len(want)) <= _FEW:
                 return [*got], [*want], f"names in {what}"
-            lacks = _told("without", [name for name in want if name not in got])
-            has = _told("with another:", [name for name in got if name not in want])
+            lacks = _told("without {}", [name for name in want if name not in got])
+            has = _told("with {} besides", [name for name in got if name not in want])
             return Names("; ".join(filter(None, [lacks, has]))), Names(f"{len(want)} names"), what
         key = next(key for key in want if not same(got[key], want[key]))
         return narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
