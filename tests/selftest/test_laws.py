@@ -49,6 +49,13 @@ def test_a_suspect_that_fits_is_the_cause_and_any_other_is_a_guess(check):
     assert "perhaps   a guess" in str(perhaps.value)
 
 
+def test_of_suspects_that_fit_within_the_tolerance_the_nearest_is_the_cause():
+    suspects = {"by chance": 4.00001, "it": 4.0, "far": 5.0}
+    with pytest.raises(SpecFailure) as caught:
+        check_close(4.0, 3.0, "x", cause="a guess", suspects=suspects)
+    assert (caught.value.cause, caught.value.sure) == ("it", True)
+
+
 def test_of_a_dict_the_part_that_differs_is_shown():
     got, want = {"a": {"x": T([1.0, 2.0])}}, {"a": {"x": T([1.0, 3.0])}}
     with pytest.raises(SpecFailure, match=r"x of a of state = \[1, 3\]"):
