@@ -65,13 +65,14 @@ def load_and_go_on(
     """The checkpoint into a model that has trained otherwise, or that is new; two more steps."""
     model = sharded(other(tied(seed=9)))
     optimizer = in_groups(model.parameters(), KINDS[kind], 0.5)
-    if is_new:
-        evaluate(model)
-    else:
+    if not is_new:
         _use_amsgrad(optimizer, 0)  # its state is there where none was saved, and the other way
         move(model, optimizer)  # all parameters: what is frozen has state and a gradient too
         _use_amsgrad(optimizer, 1)
-    held, before = state(model, optimizer), torch.get_rng_state()
+    held = state(model, optimizer)
+    if is_new:
+        evaluate(model)  # last: a state dict would give back what stays gathered after it
+    before = torch.get_rng_state()
     number = answer.load(str(folder), model, optimizer)
     cause = "random numbers are drawn, or a seed is set"
     check_equal(torch.get_rng_state(), before, "the random state", cause=cause)
