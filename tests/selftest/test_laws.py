@@ -49,6 +49,11 @@ def test_a_suspect_that_fits_is_the_cause_and_any_other_is_a_guess(check):
     assert "perhaps   a guess" in str(perhaps.value)
 
 
+def test_a_suspect_may_be_of_any_dtype():
+    with pytest.raises(SpecFailure, match="cause     flipped"):
+        check_close(T([True]), T([False]), "x", cause="", suspects={"flipped": T([True])})
+
+
 def test_of_suspects_that_fit_within_the_tolerance_the_nearest_is_the_cause():
     suspects = {"by chance": 4.00001, "it": 4.0, "far": 5.0}
     with pytest.raises(SpecFailure) as caught:

@@ -151,7 +151,7 @@ def check_close(
     values = {b: torch.as_tensor(value) for b, value in (suspects or {}).items()}
     # Of several that fit by chance the nearest.
     off = {
-        b: float((mine - value).abs().max()) if mine.numel() else 0.0
+        b: float((mine.double() - value.double()).abs().max()) if mine.numel() else 0.0
         for b, value in values.items()
         if _close(mine, value, rtol, atol)
     }

@@ -76,6 +76,7 @@ def whence(got: object, want: object, before: object = None) -> str | None:
         return None
     if mine.dtype != true.dtype and same(mine, true.to(mine.dtype)):
         return f"these are the right values, cast to {mine.dtype}"
+    if not bool((mine != mine.flatten()[:1]).any()):  # one number, zeros: as many others are
+        return None
     others = (name for name, value in want.items() if name != key and same(mine, value))
-    other = next(others, None) if mine.numel() > 1 and mine.unique().numel() > 1 else None
-    return f"it is that of {other}" if other else None
+    return next((f"it is that of {other}" for other in others), None)
