@@ -96,8 +96,11 @@ def power(x: Iterable[float], y: Iterable[float]) -> float:
 
 
 def ratio(seconds: list[float], to: list[float]) -> tuple[float, float]:
-    """How much longer, as the median of the paired ratios, and half their middle spread."""
-    ratios = sorted(one / other for one, other in zip(seconds, to, strict=True))
+    """How much longer, as the median of the paired ratios, and half their middle spread.
+
+    Two that were timed one after the other may each have stopped at the limit: the shorter counts.
+    """
+    ratios = sorted(one / other for one, other in zip(seconds, to, strict=False))
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return statistics.median(ratios), (high - low) / 2
 

@@ -14,6 +14,7 @@ from kit.ranks.simulated import dry_run
 from lab import closed_form, decoder, lora
 from lab.closed_form import Setting, Shape
 from lab.largest import largest_batch
+from lab.measure import ratio
 from lab.padding import padded
 
 
@@ -38,6 +39,10 @@ def test_a_search_up_to_nothing_is_refused():
 
 def test_sizes_are_padded_to_the_next_multiple():
     assert [padded(size, 128) for size in (1, 64, 128, 129)] == [128, 128, 128, 256]
+
+
+def test_a_ratio_counts_the_rounds_that_both_have():
+    assert ratio([4.0, 6.0, 9.0], [2.0, 3.0]) == (2.0, 0.0)
 
 
 def test_four_bits_are_the_nearest_of_sixteen_levels():
