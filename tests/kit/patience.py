@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-_INTERVAL = 0.5  # processor time is known in steps of 10 ms
+_INTERVAL = 0.25  # seconds; processor time is known in steps of 10 ms
 _LONGEST = 1.0  # of the time between two looks, for a machine that stood still has told nothing
 KNOWS_TURNS = Path("/proc/self/schedstat").is_file()  # how often a thread has run
 _IDLE = 0.1  # of the time: who is ready for work more often than this does not wait

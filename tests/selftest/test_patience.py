@@ -100,10 +100,10 @@ def test_a_limit_ends_and_can_be_shortened(clocks: Clocks) -> None:
     assert not limit.is_over
     limit.shorten(1.5)
     limit.shorten(100.0)
-    clocks.go(0.4, 1.0)
+    clocks.go(0.2, 1.0)
     assert not limit.look(lambda: [1])  # too short to tell work from waiting
     assert limit.used == 4.0
-    clocks.go(1.1, 1.0)
+    clocks.go(1.3, 1.0)
     limit.look(lambda: [1])
     assert limit.is_over
 

@@ -44,8 +44,9 @@ _START_LIMIT = 120.0  # torch may come from a cold disk
 _GRACE = 1.5  # for the other ranks, once one of them has raised or died
 _STEP_LIMIT = 3.0
 # Ranks that wait in a call, and have not run once for so long, wait for nobody; where it is not
-# known whether they have run, longer.
-_IDLE = 1.0 if KNOWS_TURNS else 3.0
+# known whether they have run, longer. What a rank has sent before its end comes at once.
+_IDLE = 1.2 if KNOWS_TURNS else 3.0
+_IDLE_AFTER_AN_END = 0.5 if KNOWS_TURNS else 3.0
 
 
 @dataclass
@@ -143,7 +144,7 @@ class World:
         patience, hurried = Patience(limit), False
         while len(ends) < self.size and not patience.is_over:
             waiting = [rank for rank in self._ranks if rank.number not in ends]
-            wait([rank.pipe for rank in waiting], 0.2)
+            wait([rank.pipe for rank in waiting], 0.1)
             for rank in waiting:
                 message = self._receive(rank)
                 if isinstance(message, Prints):
@@ -157,7 +158,8 @@ class World:
             pids = [rank.process.pid or 0 for rank in left_over]
             if not patience.look(functools.partial(list, pids)) or not may_hang:
                 continue
-            idle = all(patience.idle_seconds(pid) >= _IDLE for pid in pids)
+            enough = _IDLE_AFTER_AN_END if ends else _IDLE
+            idle = all(patience.idle_seconds(pid) >= enough for pid in pids)
             if idle and all(is_waiting(self._ask_stack(rank)) for rank in left_over):
                 break  # nobody will ever make the call that they wait for
         return dict(sorted(ends.items()))
