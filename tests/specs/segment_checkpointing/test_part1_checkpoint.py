@@ -1,6 +1,5 @@
 """A checkpoint and the plain call, side by side: results, gradients, runs and bytes."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from weakref import ref
@@ -12,6 +11,7 @@ from torch.nn.utils import prune
 
 from kit.laws import draw
 from kit.laws.checks import check_equal
+from kit.laws.endings import alive
 from kit.laws.toys import mlp
 from kit.memory.ruler import collector_paused
 from specs.segment_checkpointing import worlds as w
@@ -19,14 +19,6 @@ from specs.segment_checkpointing import worlds as w
 
 def halve(leaf):
     leaf.grad.mul_(0.5)
-
-
-def alive(seen, device):
-    """How many are; on a GPU backward has a thread of its own, which lets go of an error late."""
-    limit = time.monotonic() + (2.0 if device.type == "cuda" else 0.0)
-    while (count := sum(it() is not None for it in seen)) and time.monotonic() < limit:
-        time.sleep(0.01)
-    return count
 
 
 class TestPart1Checkpoint:
@@ -282,9 +274,9 @@ class TestPart1Checkpoint:
 
         with collector_paused() as collect:
             step()
-            left = alive(seen, device)
+            left = alive(seen)
             collect()
-            garbage = left and not alive(seen, device)
+            garbage = left and not alive(seen)
         cycle = {"the graph is kept alive by a cycle: only the collector frees it": left}
         cause = "something outside of the graph keeps them"
         what = f"of {len(seen)} (the function; storages of argument, inside, output) still alive"
