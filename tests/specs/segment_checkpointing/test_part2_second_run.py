@@ -26,29 +26,20 @@ class TestPart2SecondRun:
     @w.as_plain("the second run draws other numbers, or its state or the first one's is put back")
     def test_random_numbers_are_as_after_one_run(self):
         x, fixed, layers = w.leaf(13, 5), w.data(13, 5), dropouts(3)
+        inner, outer = w.chain(2, x.device)[0]
         yield "dropout", lambda call: call(layers[0], x)
         yield "a row", lambda c: c(layers[2], c(layers[1], c(layers[0], x)))
-        yield "one layer twice", lambda c: c(layers[0], F.dropout(c(layers[0], x), 0.3))
+        yield "one inside another", lambda c: c(lambda a: outer(c(inner, a)), x)
         yield "one layer twice on one tensor", lambda c: c(layers[0], x) * 2 + c(layers[0], x)
-        noise = lambda a: a.exp() * torch.ones_like(a).uniform_()  # noqa: E731
         yield "a function without arguments", lambda c: c(lambda: layers[0](fixed))
-        yield "a function that draws", lambda c: c(noise, x * 1)
         part = dropouts(1).eval()
         part[0][3].train()
         yield "dropout that trains in an eval model", lambda c: c(part[0], x)
-
-        fresh = dropouts(1)[0]
-
-        def evaluated(call):
-            w.loss_of(call(fresh.eval(), x)).backward()
-            return call(fresh.train(), x)
-
-        yield "evaluated, then trained", evaluated
-
-        draw_too = lambda c: c(layers[1], (c(layers[0], x), F.dropout(fixed))[0])  # noqa: E731
-        yield "other draws in between", draw_too
         layers[0][0].weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", lambda c: c(layers[1], c(layers[0], x))
+        fresh = dropouts(1)[0]
+        evaluated = lambda c: (w.loss_of(c(fresh.eval(), x)).backward(), c(fresh.train(), x))[1]  # noqa: E731
+        yield "evaluated, then trained", evaluated
 
         def seeded_twice(call):
             draw.seed(8)
@@ -74,22 +65,20 @@ class TestPart2SecondRun:
         block = partial(torch.autocast, x.device.type)
         off = block(enabled=False)
 
-        def inside(block, function):
-            def step(call):
+        def inside(block, step):
+            def under(call):
                 with block:
-                    return call(function, x)
+                    return step(call)
 
-            return step
+            return under
 
         bfloat16, float16 = block(torch.bfloat16), block(torch.float16)
-        yield "bfloat16, backward outside", inside(bfloat16, model)
-        yield "float16, backward outside", inside(float16, model)
-        partly = lambda a: off(lambda t: model(t))(layer(a).float())  # noqa: E731
-        yield "off in a part of the function", inside(bfloat16, partly)
+        yield "bfloat16, backward outside", inside(bfloat16, lambda c: c(model, x))
+        yield "float16, backward outside", inside(float16, lambda c: c(model, x))
 
         def backward_in_bfloat16(of, function):
             def step(call):
-                out = inside(of, function)(call)
+                out = inside(of, lambda c: c(function, x))(call)
                 with bfloat16:  # which finds a weight that was cast, to whatever dtype
                     before = layer(x).detach()
                     w.loss_of(out).backward()
@@ -99,19 +88,14 @@ class TestPart2SecondRun:
 
         yield "off, backward inside of bfloat16", backward_in_bfloat16(off, model)
         yield "float16, backward inside of bfloat16", backward_in_bfloat16(float16, layer)
+        dtype_only = block(torch.float16, enabled=False)
         own = lambda a: block()(lambda t: model(t))(a)  # noqa: E731
-        yield "float16, but off until inside", inside(block(torch.float16, enabled=False), own)
+        yield "float16, but off until inside", inside(dtype_only, lambda c: c(own, x))
         cast = nn.Linear(4, 4, bias=False)  # of numbers that bfloat16 holds and adds exactly
         nn.init.eye_(cast.weight)
         bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
-
-        def cast_before(call):  # pytorch#112583: in torch 2.6 a copy without a graph is found
-            with bfloat16:
-                out = cast(call(cast, bits))
-                w.loss_of(out).backward()
-            return out.detach()
-
-        yield "a weight inside and outside", cast_before
+        # pytorch#112583: in torch 2.6 a copy without a graph is found.
+        yield "a weight inside and outside", inside(bfloat16, lambda c: cast(c(cast, bits)))
 
     @pytest.mark.exact("checkpoint", "result")
     @w.as_plain("gradients go to other outputs than theirs, or a result is not what was returned")
@@ -143,23 +127,15 @@ class TestPart2SecondRun:
             return step
 
         yield "views of one tensor", all_of(lambda x: (x * v).unbind(0))
-        yield "a view that was changed", all_of(lambda x: (x * v)[:].relu_())
-        yield "the argument itself", all_of(lambda x: (x, (x * v).view(-1), x[2:]))
         yield "a tuple of one", all_of(lambda x: (x * v,))
         yield "a namedtuple", all_of(lambda x: w.Pair(x * v, (x - v).exp()))
-        yield "a result of torch.max", all_of(lambda x: (x * v).max(1))
         model = w.probed(nn.Linear(2, 2))
         yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
-        yield "one tensor twice", all_of(lambda x: (y := x * v, y))
-        yield "one tensor twice, and another", all_of(lambda x: (y := x * v, y, x + v))
         aliases = lambda x: ((y := x * v).detach(), y, y[:], y.detach(), x.detach(), x)  # noqa: E731
         yield "a tensor, and the same without its graph", all_of(aliases)
         yield "an auxiliary loss", all_of(lambda x: (x * v, x.square().mean()))
-
-        changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
-        yield "changed in place", changed(lambda x: x * v)
-        yield "two of them changed in place", changed(lambda x: (x * v, x + v))
-        yield "a slice changed in place", changed(lambda x: (x * v)[1:])
+        change = lambda item: (item.mul_(2)[1].add_(1), item)[1]  # noqa: E731
+        yield "a slice changed in place", all_of(lambda x: (x * v)[1:], change)
 
     @pytest.mark.saves("checkpoint", 3)
     def test_nested_checkpoints_save_at_both_levels(self, answer, reference, device):
@@ -185,39 +161,20 @@ class TestPart2SecondRun:
         cause = "the inner checkpoints do nothing when they run inside another"
         w.check_bytes(title, peak, calls, limit, formula, cause)
 
-    @pytest.mark.survives("checkpoint", 3)
-    @w.as_plain("what one checkpoint keeps is overwritten by another: it belongs on its own node")
-    def test_a_checkpoint_may_stand_inside_another(self):
-        x = w.leaf(13, 5)
-        layers = w.chain(6, x.device)[0]
-
-        def step(call):
-            inner = lambda y: layers[2](call(layers[1], y))  # noqa: E731
-            outer = lambda y: layers[4](call(layers[3], call(inner, layers[0](y))))  # noqa: E731
-            return layers[5](call(outer, x))
-
-        yield "three deep", step
-
     @pytest.mark.survives("checkpoint", 4)
     @w.as_plain("the first backward pass uses up what the second one needs")
     def test_backward_works_again_where_the_graph_is_retained(self):
         x, index = w.leaf(13, 5), torch.tensor([2, 0, 1])
         layers = w.chain(2, x.device)[0]
+        function = lambda y, n, rows: (y := layers[0](y[rows]) * n, layers[1](y))  # noqa: E731
 
         def step(call):
-            def function(y, scale, rows, none):
-                call.note((scale, none))
-                y = layers[0](y[rows]) * scale
-                return y, layers[1](y), scale
-
-            first, second, _ = call(function, x, 3, index, None)
-            w.loss_of(first).backward(retain_graph=True)
-            w.loss_of(second).backward(retain_graph=True)
+            first, second = call(function, x, 3, index)
+            for out in (first, second, first):
+                w.loss_of(out).backward(retain_graph=True)
             return first
 
-        yield "each output, and the first again", step
-        again = lambda loss: [loss.backward(retain_graph=True) for _ in range(3)]  # noqa: E731
-        yield "the same four times", lambda c: (out := c(layers[0], x), again(out.sum()))[0]
+        yield "each of two outputs twice", step
 
     @pytest.mark.survives("checkpoint", 5)
     @pytest.mark.parametrize("end", [end for end in ENDINGS if end != "success"])

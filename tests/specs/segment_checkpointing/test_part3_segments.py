@@ -12,7 +12,6 @@ from torch import nn
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
-from kit.laws.toys import mlp
 from specs.segment_checkpointing import worlds as w
 
 # Layers and segments: whole divisions, rests of one and of many, and both ends.
@@ -68,7 +67,6 @@ class TestPart3Segments:
         x, kinds = w.leaf(13, 5), (list, tuple, nn.ModuleList, lambda ls: nn.Sequential(*ls))
         for (count, segments), name in NAMES.items():
             yield name, w.chain(count, x.device)[0], x, segments
-        yield "eval mode", w.chain(5, x.device)[0].eval(), x, 2
         for kind, name in zip(kinds, ("list", "tuple", "ModuleList", "Sequential"), strict=True):
             first, *layers = w.chain(4, x.device)[0]
             yield f"a {name}, with one layer twice", kind([first, *layers, first]), x, 3
@@ -115,16 +113,12 @@ class TestPart3Segments:
         yield "numbers", layers, x, 3
         words[0] = nn.Embedding(17, 5)
         yield "indices", words, torch.arange(13), 3
-        yield "unequal widths", mlp(5, 9, 2, 7, device=x.device), x, 3
         frozen = w.chain(6, x.device)[0]
         frozen[:4].requires_grad_(False)
-        yield "frozen layers first", frozen, x, 3
         yield "frozen layers first, from another layer", frozen, x, 4, nn.Linear(5, 5)
 
     @pytest.mark.saves("run_in_segments", "peak")
-    @pytest.mark.parametrize(
-        ("count", "segments", "kind"), [(16, 4, "data"), (13, 5, "trained"), (16, 16, "trained")]
-    )
+    @pytest.mark.parametrize(("count", "segments", "kind"), [(16, 4, "data"), (13, 5, "trained")])
     def test_the_peak_is_the_inputs_and_the_largest_segment(
         self, answer, reference, device, count, segments, kind
     ):
@@ -167,17 +161,14 @@ class TestPart3Segments:
         w.check_bytes("peak of 144 layers", peak, (answer, reference), limit, formula, cause)
 
     @pytest.mark.survives("run_in_segments", "Raises")
-    @pytest.mark.parametrize("bad", [(7, 0), (7, -2), (7, 8), (0, 1), (0, 0), (3, 10)], ids=str)
+    @pytest.mark.parametrize("bad", [(7, 0), (7, -2), (7, 8), (0, 1)], ids=str)
     def test_refuses_a_number_of_segments_that_does_not_fit(self, answer, device, bad):
         count, segments = bad
         layers, log = w.chain(count, device)
         call = partial(answer.run_in_segments, layers, draw.randn(3, 5, device=device), segments)
-        mentions = [segments, count] if count else []
-        when = f"for {segments} segments of {count} layers"
-        check_raises(call, ValueError, mentions=mentions, when=when)
-        for mode in (torch.no_grad, torch.inference_mode):
-            under = f"{when} under {mode.__name__}"
-            check_raises(mode()(call), ValueError, mentions=mentions, when=under)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            when = f"for {segments} segments of {count} layers under {mode.__name__}"
+            check_raises(mode()(call), ValueError, mentions=bad if count else [], when=when)
         cause = "the numbers are checked when layers have run already"
         check_equal(log, [], "layers that ran", cause=cause)
 

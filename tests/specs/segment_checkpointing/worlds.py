@@ -55,18 +55,6 @@ class Applied(nn.Module):
         self.forward = function
 
 
-class Stops(torch.autograd.Function):
-    """tanh, whose backward has no gradient to give."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
 def plain(layers, x):
     return reduce(lambda value, layer: layer(value), layers, x)
 
@@ -105,7 +93,6 @@ def used(step):
         seen.add(function := todo.pop())
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
         around = {name: c.cell_contents for name, c in zip(names, cells, strict=True)}
-        around |= {f"default {n}": value for n, value in enumerate(function.__defaults__ or ())}
         lists = {n: v for n, v in around.items() if isinstance(v, (list, tuple))}
         around |= {n: nn.ModuleList(v) for n, v in lists.items() if isinstance(v[0], nn.Module)}
         found |= {n: v for n, v in around.items() if isinstance(v, (Tensor, nn.Module))}
@@ -171,8 +158,7 @@ def observe(call, step, device, runs=1):
         "results": results,
         "loss": loss.detach(),
         "the random numbers after the forward pass": between,
-        **{f"gradient of {name}": strided(leaf.grad) for name, leaf in leaves.items()},
-        "sparse gradients": [n for n, t in leaves.items() if t.grad is not strided(t.grad)],
+        **{f"gradient of {name}": leaf.grad for name, leaf in leaves.items()},
         "the random numbers after the backward pass": draw.next_random(device),
         **{f"{name} as before": now == before[name] for name, now in observed().items()},
         "a graph under no_grad": loss.requires_grad and not torch.is_grad_enabled(),
@@ -186,22 +172,14 @@ def observe(call, step, device, runs=1):
     }
 
 
-def strided(grad):
-    """Sparse ones made dense, to be compared."""
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-
 def plainly(step, device, call=plain_call, runs=1):
     """What is seen of plain PyTorch, which no answer that ran before may have broken."""
     try:
         return observe(call, step, device, runs)
     except Exception as error:
         cause = "an earlier scenario left something behind, such as weights in autocast's cache"
-        expected, got = (
-            "plain PyTorch runs, as in a new process",
-            f"{type(error).__name__}: {error}",
-        )
-        fail(expected=expected, got=got, cause=cause, sure=True)
+        expected = "plain PyTorch runs, as in a new process"
+        fail(expected=expected, got=f"{type(error).__name__}: {error}", cause=cause, sure=True)
 
 
 def cause_of(got, want):
