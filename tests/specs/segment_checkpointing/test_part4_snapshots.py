@@ -152,11 +152,6 @@ class TestPart4Snapshots:
         hooked = w.leaf(13, 5)
         hooked.register_hook(lambda grad: grad * 10)
         yield "a hook on the input", layers, hooked, 2
-        layers = w.chain(6, x.device)[0]
-        for layer in layers:  # backward multiplies matrices of its own
-            layer.linear.weight.register_hook(lambda grad: (grad @ grad).float())
-        with torch.autocast(x.device.type, torch.bfloat16):
-            yield "a head in the loss, and hooks, under autocast", layers, x, 2, WithHead(5, 3)
         yield "layers that checkpoint themselves", [*map(Own, w.chain(5, x.device)[0])], hooked, 2
 
     @pytest.mark.exact("backward_with_snapshots", "runs")
@@ -249,9 +244,12 @@ class TestPart4Snapshots:
     @as_plain_backward("some layers run in another dtype, or on a weight's copy without a graph")
     def test_runs_under_the_callers_autocast(self):
         x = w.leaf(13, 5)
+        layers = w.chain(6, x.device)[0]
+        for layer in layers:  # backward multiplies matrices of its own
+            layer.linear.weight.register_hook(lambda grad: (grad @ grad).float())
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast(x.device.type, dtype):
-                yield str(dtype), w.chain(6, x.device)[0], x, 2
+                yield f"{dtype}, with a head in the loss", layers, x, 2, WithHead(5, 3)
 
     @pytest.mark.survives("backward_with_snapshots", 2)
     @as_plain_backward("a call within a call for each snapshot: Python allows about 1,000")

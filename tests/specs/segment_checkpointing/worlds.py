@@ -140,8 +140,9 @@ def observe(call, step, device, runs=1):
     """One forward and backward pass, where forward runs count so often; gradients start at None."""
     things, noted = used(step), Call(call)
     leaves = named(things)
-    modules = [thing for thing in things.values() if isinstance(thing, nn.Module)]
-    probes = [p for module in modules for p in module.modules() if isinstance(p, Probe)]
+    models = [thing for thing in things.values() if isinstance(thing, nn.Module)]
+    modules = [module for model in models for module in model.modules()]
+    probes = [module for module in modules if isinstance(module, Probe)]
     for each in leaves.values():
         each.grad = None
     for probe in probes:
@@ -162,10 +163,7 @@ def observe(call, step, device, runs=1):
         "the random numbers after the backward pass": draw.next_random(device),
         **{f"{name} as before": now == before[name] for name, now in observed().items()},
         "a graph under no_grad": loss.requires_grad and not torch.is_grad_enabled(),
-        "is_leaf, requires_grad": {n: (t.is_leaf, t.requires_grad) for n, t in leaves.items()},
-        "modules": [
-            (repr(m), m.training, sorted(vars(m))) for model in modules for m in model.modules()
-        ],
+        "modules": [(repr(m), m.training, sorted(vars(m))) for m in modules],
         "noted in the run with a graph": sorted({str(note) for note in noted.notes}),
         "runs": Counter(run for probe in probes for run in probe.forwards * runs),
         "backward": [run for probe in probes for run in probe.backwards],
