@@ -16,30 +16,23 @@ from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.untouched import observed
 from specs.segment_checkpointing import worlds as w
 
-NAME, NORM = object(), nn.BatchNorm1d(1)
-
-
-def dropouts(count):
-    return nn.ModuleList(w.probed(nn.Linear(5, 5), nn.Dropout(0.4)) for _ in range(count))
-
 
 class TestPart2SecondRun:
     @pytest.mark.works("checkpoint", "random state")
     @w.as_plain("the second run draws other numbers, or its state or the first one's is put back")
     def test_random_numbers_are_as_after_one_run(self):
-        x, fixed, layers = w.leaf(13, 5), w.data(13, 5), dropouts(3)
+        x, fixed = w.leaf(13, 5), w.data(13, 5)
+        *layers, part, fresh = (w.probed(nn.Linear(5, 5), nn.Dropout(0.4)) for _ in range(5))
         inner, outer = w.chain(2, x.device)[0]
         yield "dropout", lambda call: call(layers[0], x)
         yield "a row", lambda c: c(layers[2], c(layers[1], c(layers[0], x)))
         yield "one inside another", lambda c: c(lambda a: outer(c(inner, a)), x)
         yield "one layer twice on one tensor", lambda c: c(layers[0], x) * 2 + c(layers[0], x)
         yield "a function without arguments", lambda c: c(lambda: layers[0](fixed))
-        part = dropouts(1).eval()
-        part[0][3].train()
-        yield "dropout that trains in an eval model", lambda c: c(part[0], x)
+        part.eval()[3].train()
+        yield "dropout that trains in an eval model", lambda c: c(part, x)
         layers[0][0].weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", lambda c: c(layers[1], c(layers[0], x))
-        fresh = dropouts(1)[0]
         evaluated = lambda c: (w.loss_of(c(fresh.eval(), x)).backward(), c(fresh.train(), x))[1]  # noqa: E731
         yield "evaluated, then trained", evaluated
 
@@ -56,7 +49,8 @@ class TestPart2SecondRun:
     @pytest.mark.works("checkpoint", "random state")
     @w.as_plain("the state of the cuda generator is not restored, or not put back")
     def test_random_numbers_of_the_gpu_are_as_after_one_run(self):
-        x, layers = w.leaf(13, 5), dropouts(2)
+        x = w.leaf(13, 5)
+        layers = w.chain(2, x.device)[0]
         yield "dropout", lambda c: c(layers[1], c(layers[0], x))
 
     @pytest.mark.exact("checkpoint", "autocast")
@@ -103,16 +97,16 @@ class TestPart2SecondRun:
     @w.as_plain("gradients go to other outputs than theirs, or a result is not what was returned")
     def test_arguments_and_results_are_handed_on(self):
         """Small integers, and sizes that are powers of two: sums are the same in every order."""
-        a, b, which = w.leaf(5), w.leaf(5), torch.tensor([3, 1, 3])
+        a, b, which, mark = w.leaf(5), w.leaf(5), torch.tensor([3, 1, 3]), object()
 
         def mixture(call):
             def function(a, none, scale, b, which, *rest):
-                call.note((none, scale, rest[0] is NAME, rest[1:]))
+                call.note((none, scale, rest[0] is mark, rest[1:]))
                 out = (a * b).sin() * scale
                 others = rest[0], which.flip(0), b[which], *rest[1:4]
                 return scale, out, None, True, a.exp() + b, *others
 
-            others = NAME, [1, 2], {"k": None}, "word", NORM, np.ones(2)
+            others = mark, [1, 2], {"k": None}, "word", nn.BatchNorm1d(1), np.ones(2)
             out = call(function, a, None, 3, b, which, *others)
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
 
