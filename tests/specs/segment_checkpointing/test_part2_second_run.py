@@ -1,6 +1,8 @@
-"""The second run sees what the first one saw: random numbers, autocast, arguments, outputs."""
+"""The second run sees what the first one saw: random numbers, autocast, arguments, results."""
 
+from collections import OrderedDict, defaultdict
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,46 +11,32 @@ import torch.nn.functional as F
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check_equal
+from kit.laws.checks import check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.untouched import observed
 from specs.segment_checkpointing import worlds as w
 
-NAME, NORM = object(), nn.BatchNorm1d(1)
-
-
-def dropouts(count):
-    return nn.ModuleList(w.probed(nn.Linear(5, 5), nn.Dropout(0.4)) for _ in range(count))
+NAME = object()  # one for all answers, so that theirs can be compared
 
 
 class TestPart2SecondRun:
     @pytest.mark.works("checkpoint", "random state")
     @w.as_plain("the second run draws other numbers, or its state or the first one's is put back")
     def test_random_numbers_are_as_after_one_run(self):
-        x, fixed, layers = w.leaf(13, 5), w.data(13, 5), dropouts(3)
+        x, fixed = w.leaf(13, 5), w.data(13, 5)
+        *layers, part, fresh = (w.probed(nn.Linear(5, 5), nn.Dropout(0.4)) for _ in range(5))
+        inner, outer = w.chain(2, x.device)[0]
         yield "dropout", lambda call: call(layers[0], x)
         yield "a row", lambda c: c(layers[2], c(layers[1], c(layers[0], x)))
-        yield "one layer twice", lambda c: c(layers[0], F.dropout(c(layers[0], x), 0.3))
+        yield "one inside another", lambda c: c(lambda a: outer(c(inner, a)), x)
         yield "one layer twice on one tensor", lambda c: c(layers[0], x) * 2 + c(layers[0], x)
-        noise = lambda a: a.exp() * torch.ones_like(a).uniform_()  # noqa: E731
         yield "a function without arguments", lambda c: c(lambda: layers[0](fixed))
-        yield "a function that draws", lambda c: c(noise, x * 1)
-        part = dropouts(1).eval()
-        part[0][3].train()
-        yield "dropout that trains in an eval model", lambda c: c(part[0], x)
-
-        fresh = dropouts(1)[0]
-
-        def evaluated(call):
-            w.loss_of(call(fresh.eval(), x)).backward()
-            return call(fresh.train(), x)
-
-        yield "evaluated, then trained", evaluated
-
-        draw_too = lambda c: c(layers[1], (c(layers[0], x), F.dropout(fixed))[0])  # noqa: E731
-        yield "other draws in between", draw_too
+        part.eval()[3].train()
+        yield "dropout that trains in an eval model", lambda c: c(part, x)
         layers[0][0].weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", lambda c: c(layers[1], c(layers[0], x))
+        evaluated = lambda c: (w.loss_of(c(fresh.eval(), x)).backward(), c(fresh.train(), x))[1]  # noqa: E731
+        yield "evaluated, then trained", evaluated
 
         def seeded_twice(call):
             draw.seed(8)
@@ -63,7 +51,8 @@ class TestPart2SecondRun:
     @pytest.mark.works("checkpoint", "random state")
     @w.as_plain("the state of the cuda generator is not restored, or not put back")
     def test_random_numbers_of_the_gpu_are_as_after_one_run(self):
-        x, layers = w.leaf(13, 5), dropouts(2)
+        x = w.leaf(13, 5)
+        layers = w.chain(2, x.device)[0]
         yield "dropout", lambda c: c(layers[1], c(layers[0], x))
 
     @pytest.mark.exact("checkpoint", "autocast")
@@ -74,22 +63,20 @@ class TestPart2SecondRun:
         block = partial(torch.autocast, x.device.type)
         off = block(enabled=False)
 
-        def inside(block, function):
-            def step(call):
+        def inside(block, step):
+            def under(call):
                 with block:
-                    return call(function, x)
+                    return step(call)
 
-            return step
+            return under
 
         bfloat16, float16 = block(torch.bfloat16), block(torch.float16)
-        yield "bfloat16, backward outside", inside(bfloat16, model)
-        yield "float16, backward outside", inside(float16, model)
-        partly = lambda a: off(lambda t: model(t))(layer(a).float())  # noqa: E731
-        yield "off in a part of the function", inside(bfloat16, partly)
+        yield "bfloat16, backward outside", inside(bfloat16, lambda c: c(model, x))
+        yield "float16, backward outside", inside(float16, lambda c: c(model, x))
 
         def backward_in_bfloat16(of, function):
             def step(call):
-                out = inside(of, function)(call)
+                out = inside(of, lambda c: c(function, x))(call)
                 with bfloat16:  # which finds a weight that was cast, to whatever dtype
                     before = layer(x).detach()
                     w.loss_of(out).backward()
@@ -99,19 +86,14 @@ class TestPart2SecondRun:
 
         yield "off, backward inside of bfloat16", backward_in_bfloat16(off, model)
         yield "float16, backward inside of bfloat16", backward_in_bfloat16(float16, layer)
+        dtype_only = block(torch.float16, enabled=False)
         own = lambda a: block()(lambda t: model(t))(a)  # noqa: E731
-        yield "float16, but off until inside", inside(block(torch.float16, enabled=False), own)
+        yield "float16, but off until inside", inside(dtype_only, lambda c: c(own, x))
         cast = nn.Linear(4, 4, bias=False)  # of numbers that bfloat16 holds and adds exactly
         nn.init.eye_(cast.weight)
         bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
-
-        def cast_before(call):  # pytorch#112583: in torch 2.6 a copy without a graph is found
-            with bfloat16:
-                out = cast(call(cast, bits))
-                w.loss_of(out).backward()
-            return out.detach()
-
-        yield "a weight inside and outside", cast_before
+        # pytorch#112583: in torch 2.6 a copy without a graph is found.
+        yield "a weight inside and outside", inside(bfloat16, lambda c: cast(c(cast, bits)))
 
     @pytest.mark.exact("checkpoint", "result")
     @w.as_plain("gradients go to other outputs than theirs, or a result is not what was returned")
@@ -126,7 +108,7 @@ class TestPart2SecondRun:
                 others = rest[0], which.flip(0), b[which], *rest[1:4]
                 return scale, out, None, True, a.exp() + b, *others
 
-            others = NAME, [1, 2], {"k": None}, "word", NORM, np.ones(2)
+            others = NAME, [1, 2], {"k": None}, "word", nn.BatchNorm1d(1), np.ones(2)
             out = call(function, a, None, 3, b, which, *others)
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
 
@@ -143,23 +125,15 @@ class TestPart2SecondRun:
             return step
 
         yield "views of one tensor", all_of(lambda x: (x * v).unbind(0))
-        yield "a view that was changed", all_of(lambda x: (x * v)[:].relu_())
-        yield "the argument itself", all_of(lambda x: (x, (x * v).view(-1), x[2:]))
         yield "a tuple of one", all_of(lambda x: (x * v,))
         yield "a namedtuple", all_of(lambda x: w.Pair(x * v, (x - v).exp()))
-        yield "a result of torch.max", all_of(lambda x: (x * v).max(1))
         model = w.probed(nn.Linear(2, 2))
         yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
-        yield "one tensor twice", all_of(lambda x: (y := x * v, y))
-        yield "one tensor twice, and another", all_of(lambda x: (y := x * v, y, x + v))
         aliases = lambda x: ((y := x * v).detach(), y, y[:], y.detach(), x.detach(), x)  # noqa: E731
         yield "a tensor, and the same without its graph", all_of(aliases)
         yield "an auxiliary loss", all_of(lambda x: (x * v, x.square().mean()))
-
-        changed = partial(all_of, change=lambda item: (item.mul_(2)[1].add_(1), item)[1])
-        yield "changed in place", changed(lambda x: x * v)
-        yield "two of them changed in place", changed(lambda x: (x * v, x + v))
-        yield "a slice changed in place", changed(lambda x: (x * v)[1:])
+        change = lambda item: (item.mul_(2)[1].add_(1), item)[1]  # noqa: E731
+        yield "a slice changed in place", all_of(lambda x: (x * v)[1:], change)
 
     @pytest.mark.saves("checkpoint", 3)
     def test_nested_checkpoints_save_at_both_levels(self, answer, reference, device):
@@ -185,39 +159,20 @@ class TestPart2SecondRun:
         cause = "the inner checkpoints do nothing when they run inside another"
         w.check_bytes(title, peak, calls, limit, formula, cause)
 
-    @pytest.mark.survives("checkpoint", 3)
-    @w.as_plain("what one checkpoint keeps is overwritten by another: it belongs on its own node")
-    def test_a_checkpoint_may_stand_inside_another(self):
-        x = w.leaf(13, 5)
-        layers = w.chain(6, x.device)[0]
-
-        def step(call):
-            inner = lambda y: layers[2](call(layers[1], y))  # noqa: E731
-            outer = lambda y: layers[4](call(layers[3], call(inner, layers[0](y))))  # noqa: E731
-            return layers[5](call(outer, x))
-
-        yield "three deep", step
-
     @pytest.mark.survives("checkpoint", 4)
     @w.as_plain("the first backward pass uses up what the second one needs")
     def test_backward_works_again_where_the_graph_is_retained(self):
         x, index = w.leaf(13, 5), torch.tensor([2, 0, 1])
         layers = w.chain(2, x.device)[0]
+        function = lambda y, n, rows: (y := layers[0](y[rows]) * n, layers[1](y))  # noqa: E731
 
         def step(call):
-            def function(y, scale, rows, none):
-                call.note((scale, none))
-                y = layers[0](y[rows]) * scale
-                return y, layers[1](y), scale
-
-            first, second, _ = call(function, x, 3, index, None)
-            w.loss_of(first).backward(retain_graph=True)
-            w.loss_of(second).backward(retain_graph=True)
+            first, second = call(function, x, 3, index)
+            for out in (first, second, first):
+                w.loss_of(out).backward(retain_graph=True)
             return first
 
-        yield "each output, and the first again", step
-        again = lambda loss: [loss.backward(retain_graph=True) for _ in range(3)]  # noqa: E731
-        yield "the same four times", lambda c: (out := c(layers[0], x), again(out.sum()))[0]
+        yield "each of two outputs twice", step
 
     @pytest.mark.survives("checkpoint", 5)
     @pytest.mark.parametrize("end", [end for end in ENDINGS if end != "success"])
@@ -245,3 +200,151 @@ class TestPart2SecondRun:
         for numbers in after:
             check_equal(draw.next_random(device), numbers, "the next random numbers", cause=cause)
         check_equal(observed(layer), before, "what is in force afterwards", cause=cause)
+
+    @pytest.mark.survives("checkpoint", 1)
+    @w.as_plain("zeros stand in for the gradient that is not there, or others take its place")
+    def test_an_output_that_is_not_used_gets_no_gradient(self):
+        """sqrt has an infinite derivative at 0, and 0 times infinity is NaN."""
+        x = torch.tensor([0.0, 1.0, 4.0], requires_grad=True)
+        v = torch.tensor(2.0, requires_grad=True)
+        outputs = lambda t: (t * 3, t.sqrt(), v.exp() * t)  # noqa: E731
+        yield "output 0 is used", lambda c: c(outputs, x)[0]
+        yield "output 2 is used", lambda c: c(outputs, x)[2]
+
+    @pytest.mark.survives("checkpoint", 2)
+    @w.as_plain("an output that is a parameter or a buffer loses its gradient, or its values")
+    def test_a_parameter_or_a_buffer_may_be_returned(self):
+        weight, x, fixed = w.leaf(5), w.leaf(3, 5), w.data(5)
+
+        def leaf_of(result):  # before backward, which would start itself again without end
+            cause = "a tensor that is returned as it is becomes part of the graph: detach it"
+            check_equal(weight.is_leaf, True, "is_leaf of the parameter", cause=cause)
+            return result
+
+        both = lambda t: ((t * weight).exp(), weight, fixed)  # noqa: E731
+        yield "both, in a tuple", lambda c: sum(map(w.loss_of, leaf_of(c(both, x))))
+        yield "a parameter alone", lambda c: leaf_of(c(lambda t: weight, x)) * 3
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    @w.refuses("only save_for_backward looks for changes in place, and only before the second run")
+    def test_refuses_an_argument_that_was_changed_since(self):
+        for which, name in enumerate(ARGUMENTS):
+
+            def step(call, which=which):
+                args, runs = arguments(), []
+
+                def function(a, b, i, scale, weight, rows):
+                    runs.append(1)
+                    return (a * b).exp()[i] * scale * weight * rows
+
+                # A partial function has no __name__ for a message.
+                loss = call(partial(function), *args[:-1], args[-1][1:]).sum()
+                loss.backward(retain_graph=True)
+                change((*args, args[0][1:])[which])
+                runs.clear()
+                try:
+                    loss.backward()
+                except RuntimeError as error:
+                    raise (
+                        KeyError("it has run on the changed argument") if runs else error
+                    ) from None
+
+            yield f"{name} is changed before backward", RuntimeError, step
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    def test_a_result_that_shares_an_arguments_memory_may_not_change_it(self, answer, device):
+        """Who hands out copies has nothing to notice, and the gradients of what was given."""
+        x = draw.randn(4, 3, device=device, requires_grad=True)
+        copied = lambda function, *args: [out.clone() for out in function(*args)]  # noqa: E731
+
+        def ask(call):
+            shared, out = call(lambda a: (a[1:], a * a), x * 1)
+            with torch.no_grad():
+                shared.mul_(100)
+            out.sum().backward()
+
+        cause = "a slice is returned with a version of its own: .data has one, detach() has not"
+        w.check_right_or_refused(ask, copied, answer.checkpoint, [x], cause)
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    @w.refuses("no version (tensor._version) is compared before and after the first run")
+    def test_refuses_a_function_that_changes_its_argument(self):
+        results = {"numbers": torch.exp, "a mask": lambda a: a > 0, "nothing": lambda a: None}
+        for (which, name), (what, result) in product(enumerate(ARGUMENTS), results.items()):
+
+            def function(*args, which=which, result=result):
+                change((*args, args[0][1:])[which])
+                return result(args[0])
+
+            step = lambda call, f=function: call(partial(f), *arguments())  # noqa: E731
+            yield f"the function changes {name} and returns {what}", RuntimeError, step
+
+    @pytest.mark.survives("checkpoint", 8)
+    def test_an_overwritten_result_gives_no_wrong_gradients(self, answer, device):
+        """The gradient of exp needs its result."""
+        x = draw.randn(5, device=device, requires_grad=True)
+        ask = lambda call: call(lambda a: a.exp().mul_(2), x).sum().backward()  # noqa: E731
+        plain = lambda _, a: a.exp() * 2  # noqa: E731
+        cause = "hooks on saved tensors: nobody but them compares versions"
+        w.check_right_or_refused(ask, plain, answer.checkpoint, [x], cause)
+
+    @pytest.mark.survives("checkpoint", 9)
+    @w.as_plain("each argument is detached on its own: one tensor becomes two")
+    def test_a_tensor_that_is_given_twice_is_one(self):
+        """nn.MultiheadAttention, for one, computes otherwise where its query is its key."""
+        x, fixed = w.leaf(11, 5), w.data(5)
+
+        def step(call):
+            def attend(query, key, scale, bias):
+                call.note({"query is key": query is key, "scale is bias": scale is bias})
+                return (query.sin() * key).exp() * scale + bias
+
+            return call(attend, x, x, fixed, fixed)
+
+        yield "given twice", step
+
+    @pytest.mark.survives("checkpoint", "Raises")
+    def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
+        x, runs = draw.randn(5, device=device, requires_grad=True), []
+        data, weight = x.detach(), nn.Parameter(x.detach())
+        hidden = {"list": [x], "list of lists": [[x]], "tuple": (1, x), "namedtuple": w.Pair(1, x)}
+        hidden |= {"list, of data": [data], "list, of indices": [x.argsort()]}
+        hidden |= {"list, of parameters": [weight], "dict": {"x": data}, "dict in a list": [{1: x}]}
+        hidden |= {"OrderedDict": OrderedDict(x=x), "defaultdict": defaultdict(list, x=[x])}
+        hidden["dict of one's own"] = type("Batch", (dict,), {})(x=weight)
+        for name, given in hidden.items():
+            call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)
+            when, kind = f"for a tensor in a {name} that is given", type(given).__name__
+            check_raises(call, TypeError, mentions=[kind], when=when)
+        cause = "arguments are looked at after the first run"
+        check_equal(len(runs), 0, "runs of a function that is refused its arguments", cause=cause)
+
+    @pytest.mark.survives("checkpoint", 7)
+    def test_a_tensor_hidden_in_a_result_is_no_constant(self, answer, device):
+        x = draw.randn(5, device=device, requires_grad=True)
+        cause = "autograd does not see the tensors inside a list: refuse them, or take them out"
+        for hide, find in (
+            (lambda t: [t], lambda result: result[0]),
+            (lambda t: OrderedDict(y=t), lambda result: result["y"]),
+            (lambda t: (t, {"y": w.Pair(1, [t])}), lambda result: result[1]["y"][1][0]),
+        ):
+
+            def ask(call, hide=hide, find=find):
+                (x * find(call(lambda a: hide(a.sin()), x))).sum().backward()
+
+            w.check_right_or_refused(ask, w.plain_call, answer.checkpoint, [x], cause, TypeError)
+
+
+def arguments():
+    scale, weight, rows = torch.tensor(2.0), nn.Parameter(w.data(3)), w.data(3, 3)
+    return w.leaf(5) * 1, w.data(5), torch.arange(3), scale, weight, rows
+
+
+@torch.no_grad()
+def change(tensor):
+    """In place, and what the numbers add up to stays."""
+    tensor.copy_(tensor.flip(0)) if tensor.dim() else tensor.add_(1)
+
+
+ARGUMENTS = ("the input", "a tensor without gradient", "indices", "a scale of 0 dimensions")
+ARGUMENTS += ("a parameter", "rows of a batch", "a view of the input")

@@ -12,7 +12,6 @@ from torch import nn
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
-from kit.laws.toys import mlp
 from specs.segment_checkpointing import worlds as w
 
 # Layers and segments: whole divisions, rests of one and of many, and both ends.
@@ -65,13 +64,12 @@ class TestPart3Segments:
     @pytest.mark.works("run_in_segments", "gradients")
     @as_chain("a border cuts the graph, or layers are left out where the division leaves a rest")
     def test_every_layer_gets_the_plain_gradients_to_the_bit(self):
-        x, kinds = w.leaf(13, 5), (list, tuple, nn.ModuleList, lambda ls: nn.Sequential(*ls))
+        x = w.leaf(13, 5)
         for (count, segments), name in NAMES.items():
             yield name, w.chain(count, x.device)[0], x, segments
-        yield "eval mode", w.chain(5, x.device)[0].eval(), x, 2
-        for kind, name in zip(kinds, ("list", "tuple", "ModuleList", "Sequential"), strict=True):
-            first, *layers = w.chain(4, x.device)[0]
-            yield f"a {name}, with one layer twice", kind([first, *layers, first]), x, 3
+        first, *layers = w.chain(4, x.device)[0]
+        yield "a list, with one layer twice", [first, *layers, first], x, 3
+        yield "a Sequential in eval mode", nn.Sequential(*layers).eval(), x, 2
         yield "1,200 layers in 1,200 segments", [nn.Tanh()] * 1200, x, 1200
 
     @pytest.mark.works("run_in_segments", "written here")
@@ -111,20 +109,16 @@ class TestPart3Segments:
     @as_chain("the first segment is left out of the graph, or cut off what was before")
     def test_the_input_need_not_require_a_gradient(self):
         x = w.data(13, 5)
-        layers, words = w.chain(6, x.device)[0], w.chain(6, x.device)[0]
+        layers = w.chain(6, x.device)[0]
         yield "numbers", layers, x, 3
-        words[0] = nn.Embedding(17, 5)
-        yield "indices", words, torch.arange(13), 3
-        yield "unequal widths", mlp(5, 9, 2, 7, device=x.device), x, 3
+        layers[0] = nn.Embedding(17, 5)
+        yield "indices", layers, torch.arange(13), 3
         frozen = w.chain(6, x.device)[0]
         frozen[:4].requires_grad_(False)
-        yield "frozen layers first", frozen, x, 3
         yield "frozen layers first, from another layer", frozen, x, 4, nn.Linear(5, 5)
 
     @pytest.mark.saves("run_in_segments", "peak")
-    @pytest.mark.parametrize(
-        ("count", "segments", "kind"), [(16, 4, "data"), (13, 5, "trained"), (16, 16, "trained")]
-    )
+    @pytest.mark.parametrize(("count", "segments", "kind"), [(16, 4, "data"), (13, 5, "trained")])
     def test_the_peak_is_the_inputs_and_the_largest_segment(
         self, answer, reference, device, count, segments, kind
     ):
@@ -167,17 +161,14 @@ class TestPart3Segments:
         w.check_bytes("peak of 144 layers", peak, (answer, reference), limit, formula, cause)
 
     @pytest.mark.survives("run_in_segments", "Raises")
-    @pytest.mark.parametrize("bad", [(7, 0), (7, -2), (7, 8), (0, 1), (0, 0), (3, 10)], ids=str)
+    @pytest.mark.parametrize("bad", [(7, 0), (7, -2), (7, 8), (0, 1)], ids=str)
     def test_refuses_a_number_of_segments_that_does_not_fit(self, answer, device, bad):
         count, segments = bad
         layers, log = w.chain(count, device)
         call = partial(answer.run_in_segments, layers, draw.randn(3, 5, device=device), segments)
-        mentions = [segments, count] if count else []
-        when = f"for {segments} segments of {count} layers"
-        check_raises(call, ValueError, mentions=mentions, when=when)
-        for mode in (torch.no_grad, torch.inference_mode):
-            under = f"{when} under {mode.__name__}"
-            check_raises(mode()(call), ValueError, mentions=mentions, when=under)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            when = f"for {segments} segments of {count} layers under {mode.__name__}"
+            check_raises(mode()(call), ValueError, mentions=bad if count else [], when=when)
         cause = "the numbers are checked when layers have run already"
         check_equal(log, [], "layers that ran", cause=cause)
 

@@ -2,12 +2,12 @@
 
 import math
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torchs
 
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
@@ -18,8 +18,7 @@ from specs.segment_checkpointing import worlds as w
 
 # (layers, snapshots): extra steps. Griewank and Walther, Algorithm 799: revolve, and the ends.
 PUBLISHED = {(10, 1): 45, (10, 2): 20, (10, 3): 15, (10, 4): 14, (24, 3): 61, (100, 5): 316}
-PUBLISHED |= {(100, 10): 222, (10, 10): 9, (10, 25): 9, (1, 1): 0, (1, 4): 0}
-PUBLISHED |= {(1200, 1): 719400, (100, 100): 99}
+PUBLISHED |= {(100, 10): 222, (10, 10): 9, (10, 25): 9, (1, 4): 0, (1200, 1): 719400}
 
 # Layers and snapshots: one of each, too few, as many as needed, and more than there are layers.
 RUNS = [(1, 1), (1, 3), (2, 1), (2, 2), *((10, s) for s in (1, 2, 3, 4)), (24, 3), (7, 6), (7, 20)]
@@ -47,13 +46,11 @@ def plain_backward(layers, x, loss_fn, snapshots):
 
 @scenarios("the plain step", w.cause_of)
 def as_plain_backward(answer, device, name, layers, x, snapshots, loss_fn=w.loss_of, before=None):
-
     def step(call):
         return call(layers, before(x) if before else x, loss_fn, snapshots).detach()
 
     want = w.plainly(step, device, plain_backward)
-    with patch.object(Own, "call", staticmethod(answer.checkpoint)):
-        return w.observe(answer.backward_with_snapshots, step, device), want
+    return w.observe(answer.backward_with_snapshots, step, device), want
 
 
 @scenarios("runs of layers and of the loss")
@@ -68,10 +65,8 @@ def runs(answer, device, name, count, snapshots):
 class Own(nn.Sequential):
     """A layer that checkpoints itself."""
 
-    call = staticmethod(w.plain_call)
-
     def forward(self, x):
-        return self.call(super().forward, x)
+        return torchs(super().forward, x, use_reentrant=True)
 
 
 class WithHead(nn.Linear):
@@ -108,7 +103,6 @@ class TestPart4Snapshots:
     @pytest.mark.exact("fewest_extra_steps", "snapshots")
     @counts("snapshots are spread evenly, or the place of one that is done is not used again")
     def test_agrees_with_the_closed_form(self):
-        """r * l - C(s + r, s + 1), with the least r such that C(s + r, s) >= l."""
         for layers in (2, 3, 4, 5, 6, 8, 13, 20, 21, 22, 34, 55, 56, 57, 153, 154):
             for snapshots in (1, 2, 3, 4, 5, 6, 9, 60):
                 want = closed_form(layers, snapshots)
@@ -122,32 +116,26 @@ class TestPart4Snapshots:
             layers = w.chain(count, x.device)[0]
             yield f"{count} layers, {snapshots} snapshots", layers, x, snapshots
         yield "a loss that draws", layers, x, 2, WithHead(5, 3)
-        yield "eval mode", w.chain(6, x.device)[0].eval(), x, 2
         layers[3].linear.weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", layers, x, 2
 
     @pytest.mark.exact("backward_with_snapshots", "gradients")
+    @pytest.mark.filterwarnings("ignore:None of the inputs")
     @as_plain_backward("the gradient does not get to, or past, a layer, the loss or the input")
     def test_gradients_reach_whatever_there_is(self):
         x, before = w.data(13, 5), nn.Linear(5, 5)
-        for frozen in (0, 1, 3, 5):
+        for frozen in (0, 3):
             layers = w.chain(6, x.device)[0]
             layers[:frozen].requires_grad_(False)
             yield f"data, {frozen} frozen layers", layers, x, 2
             yield f"data from another layer, {frozen} frozen", layers, x, 2, w.loss_of, before
-        layers = w.chain(6, x.device)[0]
-        layers[3], layers[4] = w.Applied(lambda y: y[:, 0].argsort()), nn.Embedding(13, 5)
-        yield "indices between", layers, x, 2
+        words = w.chain(6, x.device)[0]
+        words[0], words[4] = nn.Embedding(17, 5), nn.Embedding(13, 5)
+        words[3] = w.Applied(lambda y: y[:, 0].argsort())
+        yield "indices first and between", words, torch.arange(13), 2
         layers = w.chain(6, x.device)[0]
         layers[2], layers[3] = w.Applied(torch.fft.fft), w.Applied(torch.abs)
         yield "complex numbers between", layers, x, 2
-        layers, scale = w.chain(6, x.device)[0], w.leaf(5)
-        layers[1] = layers[4] = w.Applied(lambda y: y * scale)
-        seen = lambda x, scale=scale: x  # noqa: E731
-        yield "a leaf that layers use", layers, x, 2, w.loss_of, seen
-        words = w.chain(6, x.device)[0]
-        words[0] = nn.Embedding(17, 5)
-        yield "indices", words, torch.arange(13), 2
         doubles = w.chain(5, x.device)[0].double(), w.leaf(13, 5, dtype=torch.float64)
         yield "float64", *doubles, 2, torch.mean
         in_place = lambda out: w.loss_of(out.mul_(2))  # noqa: E731
@@ -157,21 +145,12 @@ class TestPart4Snapshots:
         layers[3] = layers[1]
         same = [layers[0], nn.Identity(), nn.Dropout(0.5).eval(), nn.Flatten(), layers[2]]
         yield "layers that give back their input", same, w.leaf(13, 5), 2
-        yield "such layers first and last", same[1:4], w.leaf(13, 5), 2
         for n, kind in enumerate((list, tuple, nn.ModuleList, lambda ls: nn.Sequential(*ls)), 1):
             yield f"a layer twice, {n} snapshots", kind(layers), w.leaf(13, 5), n
-        layers = w.chain(5, x.device)[0]
-        earlier = lambda x: (w.plain(layers, x).sum().backward(), x)[1]  # noqa: E731
-        yield "gradients from before", layers, x, 2, w.loss_of, earlier
         hooked = w.leaf(13, 5)
         hooked.register_hook(lambda grad: grad * 10)
         yield "a hook on the input", layers, hooked, 2
-        layers = w.chain(6, x.device)[0]
-        for layer in layers:  # backward multiplies matrices of its own
-            layer.linear.weight.register_hook(lambda grad: (grad @ grad).float())
-        with torch.autocast(x.device.type, torch.bfloat16):
-            yield "a head in the loss, and hooks, under autocast", layers, x, 2, WithHead(5, 3)
-        yield "layers that checkpoint themselves", list(map(Own, w.chain(5, x.device)[0])), x, 2
+        yield "layers that checkpoint themselves", [*map(Own, w.chain(5, x.device)[0])], hooked, 2
 
     @pytest.mark.exact("backward_with_snapshots", "runs")
     @runs("another schedule is run than is counted, or the loss is computed again")
@@ -180,31 +159,25 @@ class TestPart4Snapshots:
             yield f"{count} layers, {snapshots} snapshots", count, snapshots
 
     @pytest.mark.saves("backward_with_snapshots", "peak")
-    @pytest.mark.parametrize("loss_fn", [w.loss_of, torch.sum], ids=["large_loss", "small_loss"])
-    @pytest.mark.parametrize(("count", "snapshots"), [(7, 1), (10, 3), (16, 5)])
+    @pytest.mark.parametrize(("count", "snapshots"), [(7, 1), (10, 3)])
     def test_the_peak_is_the_snapshots_and_one_layer(
-        self, answer, reference, device, count, snapshots, loss_fn
+        self, answer, reference, device, count, snapshots
     ):
         """Bar: snapshots inputs (x is one, but is not counted), half a one for small things + the
-        step of one layer with its input: of the last one with the loss, or of one with a gradient
-        that comes in."""
+        step of one layer with its input and a gradient that comes in."""
         layers, x = w.big_chain(count, device)
 
-        def peak(run, layers=layers):
-            step = partial(run, layers, x, loss_fn, snapshots)
-            return w.peak_of(step, device, layers, x)
+        def peak(run):
+            return w.peak_of(partial(run, layers, x, torch.sum, snapshots), device, layers, x)
 
         def step_inside():
             layers[0](torch.ones_like(x).requires_grad_()).backward(torch.ones_like(x))
-
-        last = x.nbytes + peak(plain_backward, layers[:1])
-        one_layer = max(last, w.peak_of(step_inside, device, layers, x))
 
         w.check_bytes(
             f"peak of {count} layers, snapshots = {snapshots}",
             peak,
             (answer.backward_with_snapshots, reference.backward_with_snapshots, plain_backward),
-            (snapshots - 0.5) * x.nbytes + one_layer,
+            (snapshots - 0.5) * x.nbytes + w.peak_of(step_inside, device, layers, x),
             f"{snapshots} - 0.5 inputs + one layer's step",
             "snapshots, outputs or the loss's graph outlive their use, or a graph spans layers",
         )
@@ -230,10 +203,7 @@ class TestPart4Snapshots:
     @pytest.mark.survives("backward_with_snapshots", "random state")
     @pytest.mark.parametrize("end", ["error", "ctrl_c"])
     def test_an_error_in_any_run_comes_through_and_changes_nothing(self, answer, device, end):
-        """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later.
-
-        An error in each other run, Ctrl-C in the rest, and either in the loss.
-        """
+        """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later."""
         x, head = draw.randn(13, 5, device=device, requires_grad=True), WithHead(5, 3).to(device)
 
         def step(ends, call):
@@ -244,7 +214,7 @@ class TestPart4Snapshots:
             loss_fn = lambda out: (head(out), ends() if last < 0 else None)[0]  # noqa: E731
             call(layers, x, loss_fn, 2)
 
-        for last in (*range(end == "ctrl_c", 6 + closed_form(6, 2), 2), -1):
+        for last in range(-1, 6 + closed_form(6, 2)):
             check_ending(partial(step, call=answer.backward_with_snapshots), end, lambda: None)
             got = draw.next_random(device)
             plain = partial(step, call=plain_backward)
@@ -259,18 +229,19 @@ class TestPart4Snapshots:
         layers, x = w.chain(5, device)[0].eval(), draw.randn(13, 5, device=device)
         ask = lambda call: call(layers, x, w.loss_of, 2)  # noqa: E731
         mine = torch.no_grad()(answer.backward_with_snapshots)
-        cause = (
-            "a layer's run that needs a graph takes the caller's mode: torch.enable_grad() there"
-        )
+        cause = "a run that needs a graph takes the caller's mode: torch.enable_grad() there"
         w.check_right_or_refused(ask, plain_backward, mine, [*layers.parameters()], cause)
 
     @pytest.mark.survives("backward_with_snapshots", 1)
     @as_plain_backward("some layers run in another dtype, or on a weight's copy without a graph")
     def test_runs_under_the_callers_autocast(self):
         x = w.leaf(13, 5)
+        layers = w.chain(6, x.device)[0]
+        for layer in layers:  # backward multiplies matrices of its own
+            layer.linear.weight.register_hook(lambda grad: (grad @ grad).float())
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast(x.device.type, dtype):
-                yield str(dtype), w.chain(6, x.device)[0], x, 2
+                yield f"{dtype}, with a head in the loss", layers, x, 2, WithHead(5, 3)
 
     @pytest.mark.survives("backward_with_snapshots", 2)
     @as_plain_backward("a call within a call for each snapshot: Python allows about 1,000")

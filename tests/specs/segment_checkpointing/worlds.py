@@ -55,18 +55,6 @@ class Applied(nn.Module):
         self.forward = function
 
 
-class Stops(torch.autograd.Function):
-    """tanh, whose backward has no gradient to give."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
 def plain(layers, x):
     return reduce(lambda value, layer: layer(value), layers, x)
 
@@ -105,7 +93,6 @@ def used(step):
         seen.add(function := todo.pop())
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
         around = {name: c.cell_contents for name, c in zip(names, cells, strict=True)}
-        around |= {f"default {n}": value for n, value in enumerate(function.__defaults__ or ())}
         lists = {n: v for n, v in around.items() if isinstance(v, (list, tuple))}
         around |= {n: nn.ModuleList(v) for n, v in lists.items() if isinstance(v[0], nn.Module)}
         found |= {n: v for n, v in around.items() if isinstance(v, (Tensor, nn.Module))}
@@ -153,8 +140,9 @@ def observe(call, step, device, runs=1):
     """One forward and backward pass, where forward runs count so often; gradients start at None."""
     things, noted = used(step), Call(call)
     leaves = named(things)
-    modules = [thing for thing in things.values() if isinstance(thing, nn.Module)]
-    probes = [p for module in modules for p in module.modules() if isinstance(p, Probe)]
+    models = [thing for thing in things.values() if isinstance(thing, nn.Module)]
+    modules = [module for model in models for module in model.modules()]
+    probes = [module for module in modules if isinstance(module, Probe)]
     for each in leaves.values():
         each.grad = None
     for probe in probes:
@@ -171,24 +159,15 @@ def observe(call, step, device, runs=1):
         "results": results,
         "loss": loss.detach(),
         "the random numbers after the forward pass": between,
-        **{f"gradient of {name}": strided(leaf.grad) for name, leaf in leaves.items()},
-        "sparse gradients": [n for n, t in leaves.items() if t.grad is not strided(t.grad)],
+        **{f"gradient of {name}": leaf.grad for name, leaf in leaves.items()},
         "the random numbers after the backward pass": draw.next_random(device),
         **{f"{name} as before": now == before[name] for name, now in observed().items()},
         "a graph under no_grad": loss.requires_grad and not torch.is_grad_enabled(),
-        "is_leaf, requires_grad": {n: (t.is_leaf, t.requires_grad) for n, t in leaves.items()},
-        "modules": [
-            (repr(m), m.training, sorted(vars(m))) for model in modules for m in model.modules()
-        ],
+        "modules": [(repr(m), m.training, sorted(vars(m))) for m in modules],
         "noted in the run with a graph": sorted({str(note) for note in noted.notes}),
         "runs": Counter(run for probe in probes for run in probe.forwards * runs),
         "backward": [run for probe in probes for run in probe.backwards],
     }
-
-
-def strided(grad):
-    """Sparse ones made dense, to be compared."""
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
 
 def plainly(step, device, call=plain_call, runs=1):
@@ -197,11 +176,8 @@ def plainly(step, device, call=plain_call, runs=1):
         return observe(call, step, device, runs)
     except Exception as error:
         cause = "an earlier scenario left something behind, such as weights in autocast's cache"
-        expected, got = (
-            "plain PyTorch runs, as in a new process",
-            f"{type(error).__name__}: {error}",
-        )
-        fail(expected=expected, got=got, cause=cause, sure=True)
+        expected = "plain PyTorch runs, as in a new process"
+        fail(expected=expected, got=f"{type(error).__name__}: {error}", cause=cause, sure=True)
 
 
 def cause_of(got, want):
