@@ -21,10 +21,7 @@ from kit.ranks.shards import full, mesh, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze
 
 SEED = 6
-
-
-class Chain(nn.Sequential):
-    """A block of blocks, and of nothing else."""
+SETTINGS = "settings of groups"
 
 
 class Nested(nn.Module):
@@ -43,7 +40,7 @@ class Nested(nn.Module):
         self.register_buffer("unused", None)
         self.sum = nn.Linear(OUTPUTS, 1)
         self.head = nn.Linear(WIDTH, OUTPUTS)
-        self.outer = Chain(Outer(WIDTH), Deep(WIDTH)).eval()
+        self.outer = nn.Sequential(Outer(WIDTH), Deep(WIDTH)).eval()
         self.embed = nn.Linear(FEATURES, WIDTH)
         self.embed.register_buffer("scale", self.scale)
         self.embed.register_buffer("steps", self.steps)
@@ -80,35 +77,19 @@ class Tiny(nn.Module):
         return self.model(self.blocks[0](inputs).double())
 
 
-class Blank(nn.Module):
-    """Its extra state is None at first."""
+class Extra(nn.Module):
+    """Its extra state, given as a copy, is None at first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: object = None
+    found: object = None
 
     def get_extra_state(self) -> object:
-        return self.found
+        return copy.deepcopy(self.found)
 
     def set_extra_state(self, state: object) -> None:
         self.found = state
 
 
-class Counts(nn.Module):
-    """Its extra state is a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = torch.tensor([3, 4])
-
-    def get_extra_state(self) -> Tensor:
-        return copy.deepcopy(self.count)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.count = state
-
-
-class Rich(Model):
+class Rich(Model, Extra):
     """A tied weight, one of one row, buffers of all kinds, one of them tied, and extra state."""
 
     def __init__(self) -> None:
@@ -122,19 +103,13 @@ class Rich(Model):
         self.register_buffer("cache", torch.ones(2), persistent=False)
         self.register_buffer("empty", torch.ones(0))  # two of them have one address: none
         self.register_buffer("no_rows", torch.ones(0, 5))
-        self.blank, self.note, self.counts = Blank(), Blank(), Counts()
-        self.note.found = "version 3"
-        self.losses = torch.tensor([3.0, 2.0, 1.0])
+        self.blank, self.note, self.counts = Extra(), Extra(), Extra()
+        self.note.found, self.counts.found = "version 3", torch.tensor([3, 4])
+        self.found = torch.tensor([3.0, 2.0, 1.0])
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) * self.no_extra_state
-
-    def get_extra_state(self) -> Tensor:
-        return self.losses
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.losses = state
 
 
 class Spare(Model):
@@ -153,7 +128,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a block twice": Twice,
 }
 TRICKY = [*MODELS][1:]
-BLOCK_TYPES = (Block, Outer, Chain, Twice)  # the last one is a whole model
+BLOCK_TYPES = (Block, Outer, nn.Sequential, Twice)  # the last one is a whole model
 
 
 def init(module: nn.Module, is_one: bool = True) -> None:
@@ -289,7 +264,7 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for key, value in optimizer.state.get(p, {}).items()
     }
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return {**weights(model), **full(held), "settings of groups": groups}
+    return {**weights(model), **full(held), SETTINGS: groups}
 
 
 def tied(seed: int = 4) -> Model:
@@ -303,7 +278,7 @@ def other(model: Model) -> Model:
     for buffer in model.buffers():
         buffer.fill_(7)
     model.blank.found = model.note.found = "of before"
-    model.losses, model.counts.count = torch.zeros(5), {"of": "before"}
+    model.found, model.counts.found = torch.zeros(5), {"of": "before"}
     return model
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from kit.ranks.rank import device
 from kit.ranks.shards import check_untouched, local_state, named
 from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
-    Blank,
+    SETTINGS,
+    Extra,
     adamw,
     evaluate,
     in_groups,
@@ -31,7 +35,6 @@ from specs.sharded_checkpoint.models import (
     step,
     tied,
 )
-from specs.sharded_checkpoint.paths import AnyPath, clear_away, inside
 
 WIDE = 48  # rounding to 512 bytes is little of it
 
@@ -39,6 +42,35 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": adamw,
     "Adamax": lambda parameters, lr: torch.optim.Adamax(parameters, torch.tensor(lr)),
 }
+
+
+class AnyPath(os.PathLike[str]):
+    """No str and no Path, as an os.DirEntry is none."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return self._path
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """The current folder is this one."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _on_rank_0(action: Callable[[], object]) -> None:
+    """While the others wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
 
 
 def save_and_go_on(answer: Any, rank: int, folder: Path, kind: str) -> dict[str, Any]:
@@ -79,7 +111,7 @@ def load_and_go_on(
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
     cause = "not everything is saved, or loaded, in its dtype; or state of before is left"
-    _check_loaded(state(model, optimizer), saved["saved"], cause, held)
+    _check_loaded(model, optimizer, saved["saved"], cause, held)
     check_others(model)
     cause = "what trains afterwards is not what was loaded"
     after = torch.tensor(_goes_on(model, optimizer))
@@ -99,8 +131,8 @@ def check_others(model: Any) -> None:
     cause = "extra state is not saved, or set_extra_state() is not called with it"
     check_equal(model.note.found, "version 3", "the extra state of note", cause=cause)
     check_equal(model.blank.found, None, "the extra state of blank", cause=cause)
-    check_equal(model.counts.count.tolist(), [3, 4], "the extra state of counts", cause=cause)
-    check_equal(model.losses.tolist(), [3.0, 2.0, 1.0], "the extra state", cause=cause)
+    check_equal(model.counts.found.tolist(), [3, 4], "the extra state of counts", cause=cause)
+    check_equal(model.found.tolist(), [3.0, 2.0, 1.0], "the extra state", cause=cause)
     cause = "a buffer that is not persistent is not in the state dict: it keeps its values"
     check_equal(model.cache.tolist(), [7.0, 7.0], "the buffer cache", cause=cause)
 
@@ -112,52 +144,46 @@ def _use_amsgrad(optimizer: Optimizer, number: int) -> None:
 
 
 def _check_loaded(
-    got: dict[str, Any], want: dict[str, Any], cause: str, before: dict[str, Any] | None = None
+    model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], cause: str, before: Any = None
 ) -> None:
     __tracebackhide__ = True
-    (tensors, settings), (saved, own) = _parted(got), _parted(want)
-    check_equal(tensors, saved, "what is loaded", cause=cause, before=before)
+    got, want = state(model, optimizer), {**saved}
+    settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
+    check_equal(got, want, "what is loaded", cause=cause, before=before)
     cause = "settings, such as learning rates, are not saved or loaded for every group, or not anew"
     check_equal(settings, own, "settings", cause=cause)
 
 
-def _parted(held: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors, and settings."""
-    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
-    return tensors, {name: value for name, value in held.items() if name not in tensors}
-
-
-def nothing_there(answer: Any, rank: int, folders: Sequence[Path]) -> None:
-    """The last folder had a checkpoint, and was cleared away."""
-    model, optimizer = small()
-    answer.save(folders[-1], model, optimizer, 1)
-    clear_away(folders[-1])
-    for folder in folders:
-        refuses(answer.load, folder, model, optimizer, [folder], "the folder has no checkpoint")
-
-
-def another_model(answer: Any, rank: int, folder: Path) -> None:
-    """The checkpoint of a model with one block, for models that differ."""
+def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
+    """Without a checkpoint, which one of them had; and one of another model."""
     model = sharded(make())
     optimizer = adamw(model.parameters())
     move(model, optimizer)
-    answer.save(folder, model, optimizer, 1)
+    for name in ("empty", "cleared_away", "not_there"):
+        path = folder / name
+        if name == "cleared_away":
+            answer.save(path, model, optimizer, 1)
+            _on_rank_0(lambda path=path: shutil.rmtree(path))
+        refuses(answer.load, path, model, optimizer, [path], "the folder has no checkpoint")
+    run = folder / "run"
+    answer.save(run, model, optimizer, 1)
+    one_row = "a buffer of one row, which the saved number would fill"
     others = {
         "one block less": make(blocks=0),
         "one block more": make(blocks=2),
-        "a weight turned around": make(),
-        "a buffer more": make(),
-        "a buffer of one row, which the saved number would fill": make(),
-        "more extra state": make(),
+        **{
+            n: make()
+            for n in ("a weight turned around", "a buffer more", one_row, "more extra state")
+        },
     }
     others["a buffer more"].register_buffer("more", torch.ones(2))
-    others["a buffer of one row, which the saved number would fill"].scale = torch.ones(1)
+    others[one_row].scale = torch.ones(1)
     head = others["a weight turned around"].head
     head.weight = nn.Parameter(torch.ones(head.weight.shape[::-1]))
-    others["more extra state"].blank = Blank()
+    others["more extra state"].blank = Extra()
     for what, changed in others.items():
         optimizer = adamw(sharded(changed).parameters())
-        refuses(answer.load, folder, changed, optimizer, [folder], f"the model has {what}")
+        refuses(answer.load, run, changed, optimizer, [run], f"the model has {what}")
 
 
 def refuses(
@@ -195,11 +221,11 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
-def of_all(flag: bool) -> list[bool]:
-    """The flags of all ranks."""
-    flags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, flag)
-    return flags
+def of_all(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def fails_on_one(answer: Any, rank: int, name: str, good: Path, bad: Path, bad_rank: int) -> str:
@@ -226,10 +252,10 @@ def fails_on_one(answer: Any, rank: int, name: str, good: Path, bad: Path, bad_r
     return error
 
 
-def check_alike(raised: list[str]) -> None:
+def check_alike(raised: list[str], what: str = "what they have found") -> None:
     """Both ranks raise, or neither does."""
     __tracebackhide__ = True
-    cause = "the ranks do not tell each other what they have found"
+    cause = f"the ranks do not tell each other {what}"
     check_equal(bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as 1", cause=cause)
 
 
@@ -278,22 +304,22 @@ def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
         run = AnyPath("run")
         answer.save(run, model, optimizer, 1)
         answer.load(run, other, own)
-        clear_away(folder / "run")
+        _on_rank_0(lambda: shutil.rmtree(run))
         optimizer.param_groups[0]["lr"] = 0.003
         answer.save(run, model, optimizer, 1)
         move(other, own)
         answer.load(run, other, own)
         cause = "what is saved in one dtype is written, or loaded, in another"
-        _check_loaded(state(other, own), state(model, optimizer), cause)
+        _check_loaded(other, own, state(model, optimizer), cause)
         large = sharded(nn.Linear(1 << 18, 5, bias=False, dtype=torch.float64))
         own = momentum(large.parameters())
         move(large, own)
-        want = large.weight.to_local().detach().clone()
+        saved = state(large, own)
         answer.save("large", large, own, 1)
         move(large, own)
         answer.load("large", large, own)
-    cause = "a tensor that takes more than one piece of a file is written, or read, otherwise"
-    check_equal(large.weight.to_local().detach(), want, "rows of a large weight", cause=cause)
+        cause = "a tensor that takes more than one piece of a file is written, or read, otherwise"
+        _check_loaded(large, own, saved, cause)
 
 
 def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
@@ -309,3 +335,85 @@ def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
     cause = "gradients of before are still there: of what is frozen now, or not in the optimizer"
     there = [name for name, p in named(model) if p.grad is not None]
     check_equal(there, [], "parameters with gradients", cause=cause)
+
+
+def step_rules(answer: Any, rank: int, folder: Path) -> None:
+    """Steps that are refused, before and after checkpoints; then the newest is loaded."""
+    model, optimizer = small()
+
+    def refuse(number: int, newest: int) -> None:
+        before = _files(folder)
+        check_raises(
+            lambda: answer.save(folder, model, optimizer, number),
+            ValueError,
+            mentions=[number],
+            when=f"for step {number}",
+            cause=f"step {number} is not compared with {newest + 1} as a number, or not at all",
+        )
+        cause = "the folder is written to before the step is checked"
+        check_equal(_files(folder), before, "files in the folder", cause=cause)
+        dist.barrier()
+
+    refuse(0, 0)
+    refuse(-1, 0)
+    _on_rank_0(lambda: _plant(folder))
+    kept = _files(folder)
+    for number in (2, 10, 999_999, 1_000_000):
+        answer.save(folder, model, optimizer, number)
+        if number == 2:
+            _on_rank_0(lambda: _copy_by_hand(folder))
+            kept |= _files(folder)
+        _on_rank_0(lambda: _turn_times(folder))
+        if number in (10, 1_000_000):
+            cause = "as texts, even with zeros in front, the last of 999999 and 1000000 is another"
+            newest = answer.load(folder, model, optimizer)
+            check_equal(newest, number, "step of the newest checkpoint", cause=cause)
+            dist.barrier()
+        for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
+            refuse(old, number)
+    cause = "save takes away what is no checkpoint"
+    gone = sorted(kept.keys() - _files(folder).keys())
+    check_equal(gone, [], "files and folders that are gone", cause=cause)
+
+
+def _plant(folder: Path) -> None:
+    """Files of somebody else, in folders with likely names."""
+    for name in ("tmp", ".tmp", "temp", "best-1", "data.part", "data.tmp"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "mine.txt").touch()
+
+
+def _copy_by_hand(folder: Path) -> None:
+    """What is in the folder now has a copy under another name."""
+    for path in [*folder.iterdir()]:
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, path.with_name(f"{path.name}.bak"))
+
+
+def _turn_times(folder: Path) -> None:
+    """As a copy may have it: what was written first has the latest time."""
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    last = max(times.values())
+    for path, time in times.items():
+        os.utime(path, ns=(last, 2 * last - time - last // 1000))
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "a folder"
+        for path in folder.parent.rglob("*")
+    }
+
+
+def save_often(answer: Any, rank: int, folder: Path) -> None:
+    """Checkpoints 1 to 3; the bytes in the folder after each."""
+    model, optimizer = small()
+    found = []
+    for number in (1, 2, 3):
+        answer.save(str(folder / "made"), model, optimizer, number)
+        dist.barrier()
+        found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        dist.barrier()
+    cause = "a checkpoint is written over one from before, or takes it away"
+    kept = found[0] > 0 and found[2] > 2.7 * found[0]
+    check_equal(kept, True, "whether three checkpoints take three times the bytes", cause=cause)

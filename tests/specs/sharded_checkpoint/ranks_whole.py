@@ -28,8 +28,7 @@ from specs.sharded_checkpoint.models import (
     step,
     tied,
 )
-from specs.sharded_checkpoint.paths import AnyPath, inside
-from specs.sharded_checkpoint.ranks import check_others, error_of, refuses
+from specs.sharded_checkpoint.ranks import AnyPath, check_others, error_of, inside, refuses
 
 
 def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
