@@ -80,7 +80,9 @@ class Tiny(nn.Module):
 class Extra(nn.Module):
     """Its extra state, given as a copy, is None at first."""
 
-    found: object = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: object = None
 
     def get_extra_state(self) -> object:
         return copy.deepcopy(self.found)

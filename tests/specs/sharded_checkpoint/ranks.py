@@ -23,6 +23,7 @@ from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     SETTINGS,
     Extra,
+    Tiny,
     adamw,
     evaluate,
     in_groups,
@@ -65,7 +66,7 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _on_rank_0(action: Callable[[], object]) -> None:
+def on_rank_0(action: Callable[[], object]) -> None:
     """While the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:
@@ -163,7 +164,7 @@ def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
         path = folder / name
         if name == "cleared_away":
             answer.save(path, model, optimizer, 1)
-            _on_rank_0(lambda path=path: shutil.rmtree(path))
+            on_rank_0(lambda path=path: shutil.rmtree(path))
         refuses(answer.load, path, model, optimizer, [path], "the folder has no checkpoint")
     run = folder / "run"
     answer.save(run, model, optimizer, 1)
@@ -211,13 +212,13 @@ def ordinary(call: Callable[[], Any]) -> Any:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """What a call raises, by name."""
+    """What a call raises, in one line."""
     try:
-        call()
-    except (NotImplementedError, KeyboardInterrupt, SystemExit):
+        ordinary(call)
+    except NotImplementedError:
         raise
-    except BaseException as error:  # CheckpointException of torch is no Exception
-        return type(error).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
     return ""
 
 
@@ -228,18 +229,27 @@ def of_all(value: Any) -> list[Any]:
     return values
 
 
-def fails_on_one(answer: Any, rank: int, name: str, good: Path, bad: Path, bad_rank: int) -> str:
+def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int, bad: str) -> str:
     """What a call raises where the path of one rank is another, as on a disk of its own.
 
-    A rank that never looks for itself may raise nothing, and loads what the others do. It ends
-    there: a call more would meet that of a rank that waits, and hide that it does.
+    Or where a hook of its model raises. A rank that never looks for itself may raise nothing, and
+    loads what the others do. It ends there: a call more would meet that of a rank that waits, and
+    hide that it does.
     """
     model, optimizer = small()
-    path = bad if rank == bad_rank else good
-    if path.name == "hook":
-        path = good
+    (folder / "file").touch()
+    if name == "load":
+        answer.save(folder / "good", model, optimizer, 1)
+    if name == "load_whole":
+        on_rank_0(lambda: torch.save(Tiny().state_dict(), folder / "good"))
+    if bad == "newer":
+        answer.save(folder / bad, model, optimizer, 9)
+    path = folder / "good"
+    if rank == bad_rank and bad == "hook":
         loads, saves = model.register_load_state_dict_post_hook, model.register_state_dict_pre_hook
         (loads if "load" in name else saves)(lambda *_: 1 / 0)
+    elif rank == bad_rank:
+        path = folder / bad
     args = {"load": (optimizer,), "save": (optimizer, 5)}.get(name, ())
     weights = [p.detach().to_local() for p in model.parameters()]
     if "load" in name:
@@ -280,11 +290,6 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> int:
     return min(measure(call, device(), known=[model, optimizer]).above_baseline for _ in counts)
 
 
-def saves_once(answer: Any, rank: int, folder: Path, number: int = 1) -> None:
-    model, optimizer = small()
-    answer.save(folder, model, optimizer, number)
-
-
 def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
     """Gradients, the random state, and all that is saved, where the model has been evaluated."""
     model, optimizer = small()
@@ -304,7 +309,7 @@ def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
         run = AnyPath("run")
         answer.save(run, model, optimizer, 1)
         answer.load(run, other, own)
-        _on_rank_0(lambda: shutil.rmtree(run))
+        on_rank_0(lambda: shutil.rmtree(run))
         optimizer.param_groups[0]["lr"] = 0.003
         answer.save(run, model, optimizer, 1)
         move(other, own)
@@ -356,14 +361,14 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
 
     refuse(0, 0)
     refuse(-1, 0)
-    _on_rank_0(lambda: _plant(folder))
+    on_rank_0(lambda: _plant(folder))
     kept = _files(folder)
     for number in (2, 10, 999_999, 1_000_000):
         answer.save(folder, model, optimizer, number)
         if number == 2:
-            _on_rank_0(lambda: _copy_by_hand(folder))
+            on_rank_0(lambda: _copy_by_hand(folder))
             kept |= _files(folder)
-        _on_rank_0(lambda: _turn_times(folder))
+        on_rank_0(lambda: _turn_times(folder))
         if number in (10, 1_000_000):
             cause = "as texts, even with zeros in front, the last of 999999 and 1000000 is another"
             newest = answer.load(folder, model, optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from kit.laws.checks import check_close, check_equal
+from kit.laws.checks import check, check_close, check_equal
 from kit.memory.account import Account, account
 from kit.ranks.disk import Copies, before_each_write, load_file, no_room, slow
 from kit.ranks.rank import device
@@ -28,7 +27,14 @@ from specs.sharded_checkpoint.models import (
     step,
     tied,
 )
-from specs.sharded_checkpoint.ranks import AnyPath, check_others, error_of, inside, refuses
+from specs.sharded_checkpoint.ranks import (
+    AnyPath,
+    check_others,
+    error_of,
+    inside,
+    on_rank_0,
+    refuses,
+)
 
 
 def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
@@ -69,13 +75,31 @@ def load_whole_into(answer: Any, rank: int, path: Path) -> None:
     check_equal(after, before, "gradients", cause=cause)
 
 
-def refuses_files(answer: Any, rank: int, files: Sequence[tuple[Path, str]]) -> None:
+def refuses_files(answer: Any, rank: int, folder: Path) -> None:
     """Files that are not of the model, each with the name that it is about."""
     model = sharded(tied(seed=9))
     optimizer = momentum(model.parameters())
-    for path, name in files:
-        what = f"the file has {path.stem.replace('_', ' ')}"
-        refuses(answer.load_whole, path, model, optimizer, [name, path], what)
+    state, name, more = tied().state_dict(), "blocks.0.up.weight", "head._extra_state"
+    files: dict[str, tuple[str, dict[str, Any]]] = {
+        "a name too few": (name, _without(state, name)),
+        "a buffer too few": ("scale", _without(state, "scale")),
+        "a name too many": (f"{name}.more", {**state, f"{name}.more": torch.ones(3)}),
+        "no extra state": ("_extra_state", _without(state, "_extra_state")),
+        "more extra state": (more, {**state, more: "more"}),
+        "a buffer of another shape": ("scale", {**state, "scale": torch.ones(1)}),
+        "a row for a number": ("seen", {**state, "seen": state["seen"].view(1)}),
+        "another shape": (name, {**state, name: state[name][:-1].clone()}),
+        "the shape turned": (name, {**state, name: state[name].T.clone()}),
+    }
+    for what, (word, values) in files.items():
+        path = folder / f"{what}.pt"
+        on_rank_0(functools.partial(torch.save, values, path))
+        words = [word, path]
+        refuses(answer.load_whole, path, model, optimizer, words, f"the file has {what}")
+
+
+def _without(state: dict[str, Any], name: str) -> dict[str, Any]:
+    return {n: value for n, value in state.items() if n != name}
 
 
 def save_whole_without_room(answer: Any, rank: int, path: Path) -> str:
@@ -85,10 +109,8 @@ def save_whole_without_room(answer: Any, rank: int, path: Path) -> str:
         return error_of(lambda: answer.save_whole(path, model))
 
 
-def killed_save_whole(
-    answer: Any, rank: int, folder: Path
-) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """One rank: what is in the file if save_whole were killed at an operation on a file; and new.
+def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
+    """One rank: what is in the file if save_whole were killed at an operation on a file.
 
     The system's temporary folder is on another disk.
     """
@@ -99,8 +121,18 @@ def killed_save_whole(
     torch.save({"from before": torch.ones(3)}, path)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save_whole(path, model)
-    copies.take("not killed")
-    return [(when, load_file(copy / path.name)) for when, copy in copies.made], weights(model)
+    new = weights(model)
+    cause = "it is not the model's, or it is in another dtype"
+    check_equal(load_file(path), new, "what is in the file", cause=cause)
+    for when, copy in copies.made:
+        names = sorted(load_file(copy / path.name))
+        check(
+            names in (["from before"], sorted(new)),
+            expected=f"names of the file from before, or those of the model, {when}",
+            got=names,
+            cause="the file is written in place, as shutil.move() from another disk does too, "
+            "or taken away before the new one is there",
+        )
 
 
 def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:

@@ -63,7 +63,8 @@ class TestPart1Build:
             plain=shard_bytes(parameters, 1) + buffers,
             reference=peak(reference),
             formula="shards + buffers + two blocks",
-            cause="the whole model is there before it is sharded, or all is initialised at once",
+            cause="the whole model is there before it is sharded, or all of it is initialised "
+            "at once",
         )
 
     @pytest.mark.survives("build", 1)

@@ -89,9 +89,7 @@ class TestPart2SaveAndLoad:
     @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "not_there"), (1, "hook")])
     def test_every_rank_raises_where_one_cannot_load(self, answer, world, tmp_path, bad_rank, bad):
         """The folder is missing, as where a disk is not mounted, or a hook of the model raises."""
-        world.run(answer, ranks.saves_once, tmp_path / "run")
-        paths = tmp_path / "run", tmp_path / bad
-        ranks.check_alike(world.run(answer, ranks.fails_on_one, "load", *paths, bad_rank))
+        ranks.check_alike(world.run(answer, ranks.fails_on_one, "load", tmp_path, bad_rank, bad))
 
     @pytest.mark.survives("save", "together")
     @pytest.mark.parametrize(
@@ -99,11 +97,7 @@ class TestPart2SaveAndLoad:
     )
     def test_all_ranks_save_or_none_where_one_refuses(self, answer, world, tmp_path, bad_rank, bad):
         """One rank sees step 9 where 5 is to be saved, cannot make the folder, or a hook raises."""
-        (tmp_path / "file").touch()
-        if bad == "newer":
-            world.run(answer, ranks.saves_once, tmp_path / bad, 9)
-        paths = tmp_path / "run", tmp_path / bad
-        ranks.check_alike(world.run(answer, ranks.fails_on_one, "save", *paths, bad_rank))
+        ranks.check_alike(world.run(answer, ranks.fails_on_one, "save", tmp_path, bad_rank, bad))
 
 
 def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Path) -> None:
