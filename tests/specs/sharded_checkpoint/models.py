@@ -109,17 +109,21 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-def step(model: nn.Module, optimizer: Optimizer, number: int, is_alone: bool = False) -> float:
+def adamax(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """Its rate is a tensor."""
+    return torch.optim.Adamax(parameters, torch.tensor(lr))
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int) -> float:
     """A step on 12 samples, which 1, 2 and 3 ranks share; the mean loss, the same on every rank."""
-    rank, ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, targets = (t.chunk(ranks)[rank].to(device()) for t in data([12], seed=number)[0])
     optimizer.zero_grad()
     loss = mse(model(inputs), targets)
     loss.backward()
     optimizer.step()
     loss = loss.detach() / ranks
-    if not is_alone:
-        dist.all_reduce(loss)
+    dist.all_reduce(loss)
     return loss.item()
 
 
@@ -130,12 +134,17 @@ def move(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
+def trained(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    """Sharded, with gradients and state of AdamW."""
+    optimizer = adamw(sharded(model).parameters())
+    move(model, optimizer)
+    return model, optimizer
+
+
 def small(seed: int = 4, dtype: torch.dtype | None = None) -> tuple[nn.Module, Optimizer]:
     """A tiny model that has been trained, by the same step whatever its seed."""
     draw.seed(seed)
-    model = sharded(Tiny().to(dtype))
-    optimizer = adamw(model.parameters())
-    move(model, optimizer)
+    model, optimizer = trained(Tiny().to(dtype))
     for held in optimizer.state.values():
         held["step"] += 256  # 257 is no number of bfloat16
     return model, optimizer

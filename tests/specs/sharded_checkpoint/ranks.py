@@ -7,18 +7,22 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
-from kit.laws.checks import check_close, check_equal, check_raises
+from kit.laws.checks import check, check_close, check_equal, check_raises
+from kit.memory.account import Account, account
 from kit.memory.ruler import measure
+from kit.ranks.disk import Copies, before_each_write, load_file, no_room, slow
 from kit.ranks.rank import device
-from kit.ranks.shards import check_untouched, local_state, named
+from kit.ranks.shards import check_untouched, gradients, local_state, named, weights
 from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     SETTINGS,
@@ -34,14 +38,10 @@ from specs.sharded_checkpoint.models import (
     state,
     step,
     tied,
+    trained,
 )
 
 WIDE = 48  # rounding to 512 bytes is little of it
-
-KINDS: dict[str, Callable[..., Optimizer]] = {
-    "AdamW": adamw,
-    "Adamax": lambda parameters, lr: torch.optim.Adamax(parameters, torch.tensor(lr)),
-}
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
@@ -58,18 +58,17 @@ def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optim
     They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
     """
     every = [*parameters]
+    vectors = [p for p in every if p.ndim == 1]
     optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
-    optimizer.add_param_group(
-        {"params": [p for p in every if p.ndim == 1], "lr": lr / 2, "amsgrad": True}
-    )
+    optimizer.add_param_group({"params": vectors, "lr": lr / 2, "amsgrad": True})
     optimizer.add_param_group({"params": [], "lr": lr / 4})
     return optimizer
 
 
-def save_and_go_on(answer: Any, rank: int, folder: Path, kind: str) -> dict[str, Any]:
+def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str, Any]:
     """Two steps, a checkpoint, and two more steps; the learning rates fall after each step."""
     model = sharded(tied())
-    optimizer = in_groups(model.parameters(), KINDS[kind], 0.01)
+    optimizer = in_groups(model.parameters(), kind, 0.01)
     up = model.blocks[0].up
     up.weight.grad = torch.ones_like(up.weight)  # it trained before it was frozen
     optimizer.step()
@@ -85,11 +84,11 @@ def save_and_go_on(answer: Any, rank: int, folder: Path, kind: str) -> dict[str,
 
 
 def load_and_go_on(
-    answer: Any, rank: int, folder: Path, kind: str, is_new: bool, saved: dict[str, Any]
+    answer: Any, rank: int, folder: Path, kind: Any, is_new: bool, saved: dict[str, Any]
 ) -> None:
     """The checkpoint into a model that has trained otherwise, or that is new; two more steps."""
     model = sharded(other(tied(seed=9)))
-    optimizer = in_groups(model.parameters(), KINDS[kind], 0.5)
+    optimizer = in_groups(model.parameters(), kind, 0.5)
     if not is_new:
         _use_amsgrad(optimizer, 0)  # its state is there where none was saved, and the other way
         move(model, optimizer)  # all parameters: what is frozen has state and a gradient too
@@ -104,25 +103,22 @@ def load_and_go_on(
     _check_loaded(model, optimizer, saved["saved"], cause, held)
     check_others(model)
     cause = "what trains afterwards is not what was loaded"
-    after = torch.tensor(_goes_on(model, optimizer))
-    want = torch.tensor(saved["after"])
-    check_close(after, want, "losses of the next steps", cause=cause, rtol=1e-4)
+    what = "losses of the next steps"
+    check_close(_goes_on(model, optimizer), saved["after"], what, cause=cause, rtol=1e-4)
 
 
-def _goes_on(model: nn.Module, optimizer: Optimizer) -> list[float]:
+def _goes_on(model: nn.Module, optimizer: Optimizer) -> torch.Tensor:
     """The losses of two steps; between them all parameters move, which were frozen, too."""
     first = step(model, optimizer, 2)
     move(model, optimizer)
-    return [first, step(model, optimizer, 3)]
+    return torch.tensor([first, step(model, optimizer, 3)])
 
 
 def check_others(model: Any) -> None:
     """What was loaded into a model of `other` beside its tensors, and what was left alone."""
     cause = "extra state is not saved, or set_extra_state() is not called with it"
-    check_equal(model.note.found, "version 3", "the extra state of note", cause=cause)
-    check_equal(model.blank.found, None, "the extra state of blank", cause=cause)
-    check_equal(model.counts.found.tolist(), [3, 4], "the extra state of counts", cause=cause)
-    check_equal(model.found.tolist(), [3.0, 2.0, 1.0], "the extra state", cause=cause)
+    extra = lambda m: [part.found for part in (m, m.note, m.blank, m.counts)]  # noqa: E731
+    check_equal(extra(model), extra(tied()), "extra state", cause=cause)
     cause = "a buffer that is not persistent is not in the state dict: it keeps its values"
     check_equal(model.cache.tolist(), [7.0, 7.0], "the buffer cache", cause=cause)
 
@@ -146,9 +142,7 @@ def _check_loaded(
 
 def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
     """Without a checkpoint, which one of them had; and one of another model."""
-    model = sharded(make())
-    optimizer = adamw(model.parameters())
-    move(model, optimizer)
+    model, optimizer = trained(make())
     for name in ("empty", "not_there", "cleared_away"):
         path = folder / name
         if name == "cleared_away":
@@ -214,9 +208,9 @@ def of_all(value: Any) -> list[Any]:
 def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int, bad: str) -> str:
     """What a call raises where the path of one rank is another, as on a disk of its own.
 
-    Or where a hook of its model raises. A rank that never looks for itself may raise nothing, and
-    loads what the others do. It ends there: a call more would meet that of a rank that waits, and
-    hide that it does.
+    Or where a hook of its model raises, or its disk is full. A rank that never looks for itself may
+    raise nothing, and loads what the others do. It ends there: a call more would meet that of a
+    rank that waits, and hide that it does.
     """
     model, optimizer = small()
     (folder / "file").touch()
@@ -226,20 +220,22 @@ def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int,
         on_rank_0(lambda: torch.save(Tiny().state_dict(), folder / "good"))
     if bad == "newer":
         answer.save(folder / bad, model, optimizer, 9)
-    path = folder / "good"
-    if rank == bad_rank and bad == "hook":
+    path, room = folder / "good", nullcontext()
+    if rank == bad_rank and bad == "no_room":
+        room = no_room()
+    elif rank == bad_rank and bad == "hook":
         loads, saves = model.register_load_state_dict_post_hook, model.register_state_dict_pre_hook
         (loads if "load" in name else saves)(lambda *_: 1 / 0)
     elif rank == bad_rank:
         path = folder / bad
     args = {"load": (optimizer,), "save": (optimizer, 5)}.get(name, ())
-    weights = [p.detach().to_local() for p in model.parameters()]
-    if "load" in name:
-        for weight in weights:
-            weight.fill_(math.nan)
-    error = error_of(lambda: getattr(answer, name)(path, model, *args))
+    held = [p.detach().to_local() for p in model.parameters()]
+    for weight in held:
+        weight.fill_(math.nan)
+    with room:
+        error = error_of(lambda: getattr(answer, name)(path, model, *args))
     if "load" in name and not error:
-        left = sum(int(weight.isnan().sum()) for weight in weights)
+        left = sum(int(weight.isnan().sum()) for weight in held)
         check_equal(left, 0, "weights that were not loaded", cause="an error is swallowed")
     return error
 
@@ -259,9 +255,7 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> int:
     model = make(WIDE, 2)
     for number in range(5 if name == "save_whole" else 0):  # rank 0 alone needs a copy
         model.register_buffer(f"more{number}", torch.zeros_like(model.blocks[0].up.weight))
-    model = sharded(model)
-    optimizer = adamw(model.parameters())
-    move(model, optimizer)
+    model, optimizer = trained(model)
     optimizer.zero_grad()
     call = {
         "save": lambda: answer.save(folder / "run", model, optimizer, 1),
@@ -283,15 +277,14 @@ def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
 
 
 def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
-    """One checkpoint after the other in the same folder, which is cleared away in between.
+    """One after the other in the same folder, which is cleared away in between.
 
-    The first two have the same names and shapes; the next is of the same optimizer, with another
-    rate; of the last weight a rank has 6 MiB.
+    The first two have the same names and shapes; the next has the same optimizer, and another rate.
     """
-    large = sharded(nn.Linear(1 << 18, 5, bias=False, dtype=torch.float64))
+    large = sharded(nn.Linear(1 << 18, 5, bias=False, dtype=torch.float64))  # 6 MiB a rank
     again = small()
-    trained = small(dtype=torch.float32), again, again, (large, momentum(large.parameters()))
-    for number, (model, optimizer) in enumerate(trained):
+    models = small(dtype=torch.float32), again, again, (large, momentum(large.parameters()))
+    for number, (model, optimizer) in enumerate(models):
         optimizer.param_groups[0]["lr"] = 0.01 * number
         move(model, optimizer)
         saved = state(model, optimizer)
@@ -299,7 +292,7 @@ def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
         optimizer.param_groups[0]["lr"] = 0.5
         move(model, optimizer)
         answer.load(folder, model, optimizer)
-        cause = "what is saved in one dtype, or in pieces of a file, is written or loaded otherwise"
+        cause = "what is saved in one dtype is written, or loaded, in another; or pieces are mixed up"
         _check_loaded(model, optimizer, saved, cause)
         on_rank_0(functools.partial(shutil.rmtree, folder))
 
@@ -325,13 +318,9 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
 
     def refuse(number: int, newest: int) -> None:
         before = _files(folder)
-        check_raises(
-            lambda: answer.save(folder, model, optimizer, number),
-            ValueError,
-            mentions=[number],
-            when=f"for step {number}",
-            cause=f"step {number} is not compared with {newest + 1} as a number, or not at all",
-        )
+        save = lambda: answer.save(folder, model, optimizer, number)  # noqa: E731
+        cause = f"step {number} is not compared with {newest + 1} as a number, or not at all"
+        check_raises(save, ValueError, mentions=[number], when=f"for step {number}", cause=cause)
         cause = "the folder is written to before the step is checked"
         check_equal(_files(folder), before, "files in the folder", cause=cause)
         dist.barrier()
@@ -389,3 +378,112 @@ def save_often(answer: Any, rank: int, folder: Path) -> None:
     cause = "a checkpoint is written over one from before, or takes it away"
     kept = found[0] > 0 and found[2] > 2.7 * found[0]
     check_equal(kept, True, "whether three checkpoints take three times the bytes", cause=cause)
+
+
+def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
+    """The weights; the file is there as soon as the call has returned on this rank.
+
+    The model computes in 16 bits, and has been evaluated. On rank 0 nothing under the folder gets
+    its name within a twentieth of a second. A path that `is_bare` is a name in the current folder.
+    """
+    model = sharded(tied(), torch.bfloat16)
+    want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
+    evaluate(model)
+    before = os.getcwd()
+    os.chdir(path.parent)
+    with slow(path.parent):
+        answer.save_whole(path.name if is_bare else path, model)
+    os.chdir(before)
+    names, what = sorted(load_file(path)), f"names in the file when rank {rank} returns"
+    cause = "a rank returns before rank 0 has written; or it is not the model's state dict"
+    check_equal(names, sorted(tied().state_dict()), what, cause=cause)
+    return want
+
+
+def load_whole_into(answer: Any, rank: int, path: Path) -> None:
+    """A model that has gradients, and has been evaluated, has all that is in the file of `tied`."""
+    model = sharded(other(tied(seed=9)))
+    optimizer = momentum(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = gradients(model)
+    evaluate(model)
+    (entry,) = os.scandir(path.parent)  # no str, and no Path
+    with torch.set_grad_enabled(rank == 0):
+        answer.load_whole(entry, model)
+    cause = "a rank has not got its part of every weight"
+    check_equal(weights(model), weights(tied()), "weights", cause=cause)
+    check_others(model)
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    replaced = [name for name, p in named(model) if p not in held]
+    cause = "the parameters were replaced: those that the optimizer has are others"
+    check_equal(replaced, [], "parameters that the optimizer does not have", cause=cause)
+    cause = "load_whole is about weights: nobody has asked it to drop gradients"
+    check_equal(gradients(model), before, "gradients", cause=cause)
+
+
+def refuses_files(answer: Any, rank: int, folder: Path) -> None:
+    """Files that are not of the model, by what is changed in them, or is gone (...)."""
+    model = sharded(tied(seed=9))
+    optimizer = momentum(model.parameters())
+    state, name = tied().state_dict(), "blocks.0.up.weight"
+    files: dict[str, dict[str, Any]] = {
+        "a name too few": {name: ...},
+        "a buffer too few": {"scale": ...},
+        "a name too many": {f"{name}.more": torch.ones(3)},
+        "no extra state": {"_extra_state": ...},
+        "more extra state": {"head._extra_state": "more"},
+        "a buffer of another shape": {"scale": torch.ones(1)},
+        "a row for a number": {"seen": state["seen"].view(1)},
+        "the shape turned": {name: state[name].T.clone()},
+    }
+    for what, changed in files.items():
+        path = folder / f"{what}.pt"
+        values = {n: value for n, value in {**state, **changed}.items() if value is not ...}
+        on_rank_0(functools.partial(torch.save, values, path))
+        words = [*changed, path]
+        refuses(answer.load_whole, path, model, optimizer, words, f"the file has {what}")
+
+
+def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
+    """One rank: what is in the file if save_whole were killed at an operation on a file.
+
+    The system's temporary folder is on another disk.
+    """
+    model, _ = small()
+    copies = Copies(folder / "run-\u00e9")
+    copies.folder.mkdir()
+    path = copies.folder / "whole.pt"
+    torch.save({"from before": torch.ones(3)}, path)
+    with before_each_write(copies.folder, copies.before_a_write):
+        answer.save_whole(path, model)
+    new = weights(model)
+    cause = "it is not the model's, or it is in another dtype"
+    check_equal(load_file(path), new, "what is in the file", cause=cause)
+    for when, copy in copies.made:
+        names = sorted(load_file(copy / path.name))
+        check(
+            names in (["from before"], sorted(new)),
+            expected=f"names of the file from before, or those of the model, {when}",
+            got=names,
+            cause="the file is written in place, as shutil.move() from another disk does too, "
+            "or taken away before the new one is there",
+        )
+
+
+def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:
+    """What one call does to this rank's memory; the model has trained with AdamW.
+
+    gloo's threads may let go of what they have sent a little late: the least of three counts.
+    """
+    model, optimizer = trained(make(256, 6))
+    optimizer.zero_grad()
+
+    def plain() -> None:
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if rank == 0:
+            torch.save(whole, path)
+
+    call = plain if is_plain else functools.partial(answer.save_whole, path, model)
+    found = (account(call, device(), model=model, optimizer=optimizer) for _ in range(3))
+    return min(found, key=lambda books: books.peak)

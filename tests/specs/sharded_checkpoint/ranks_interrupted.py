@@ -110,10 +110,7 @@ def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> list[Found]:
 
 
 def fails_at_the_end(answer: Any, rank: int, folder: Path) -> tuple[str, list[Found]]:
-    """Saves of steps 1 and 2; and one of step 3, where rank 0 fails at its last file operation.
-
-    And a copy of what both ranks leave if they are killed there.
-    """
+    """Steps 1 and 2; in a save of step 3 rank 0 fails at its last operation, or all are killed."""
     model, optimizer, _ = _begun(answer, folder)
     seen: list[str] = []
     with before_each_write(folder, seen.append):

@@ -14,7 +14,7 @@ from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from specs.sharded_checkpoint import ranks_build
 from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
-from specs.sharded_checkpoint.ranks_build import MODELS, TRICKY, init
+from specs.sharded_checkpoint.ranks_build import init
 
 
 def _in_each_other(width: int = 48) -> nn.Module:  # rounding to 512 bytes is little of it
@@ -28,7 +28,7 @@ class TestPart1Build:
     def test_has_the_values_of_one_process(self, answer, world):
         """To the bit: the numbers that one process draws, module by module, in its order."""
         cause = "init runs in another order, on modules that lack something, or on shards"
-        world.run(answer, ranks_build.built_has, "values", cause, MODELS)
+        world.run(answer, ranks_build.built_has, "values", cause)
 
     @pytest.mark.exact("build", "units")
     def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, world):
@@ -70,7 +70,7 @@ class TestPart1Build:
     @pytest.mark.survives("build", 1)
     def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
         cause = "numbers are drawn that one process does not draw, or ranks are seeded apart"
-        world.run(answer, ranks_build.built_has, "the next random number", cause, TRICKY)
+        world.run(answer, ranks_build.built_has, "the next random number", cause)
 
     @pytest.mark.survives("build", "together")
     def test_every_rank_raises_where_one_cannot_build(self, answer, world):
@@ -80,10 +80,10 @@ class TestPart1Build:
     @pytest.mark.survives("build", 2)
     def test_ties_stay(self, answer, world):
         cause = "to_empty(), or a new parameter, has cut the tie"
-        world.run(answer, ranks_build.built_has, "ties", cause, TRICKY)
+        world.run(answer, ranks_build.built_has, "ties", cause)
 
     @pytest.mark.survives("build", 3)
     def test_train_mode_and_what_is_frozen_stay(self, answer, world):
         cause = "build has called train() or eval(), or has made parameters that require gradients"
         what = "train mode and requires_grad"
-        world.run(answer, ranks_build.built_has, what, cause, TRICKY)
+        world.run(answer, ranks_build.built_has, what, cause)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specs.sharded_checkpoint import ranks
-from specs.sharded_checkpoint import ranks_interrupted as interrupted
+from specs.sharded_checkpoint import ranks, ranks_interrupted
 
 
 class TestPart3SaveInterrupted:
@@ -16,13 +15,13 @@ class TestPart3SaveInterrupted:
 
         Whatever is left behind, step 5 can be saved again.
         """
-        world.run(answer, interrupted.killed_saves, tmp_path)
+        world.run(answer, ranks_interrupted.killed_saves, tmp_path)
 
     @pytest.mark.survives("save", 2)
     @pytest.mark.parametrize("full_on", [0, 1])
     def test_every_rank_raises_where_one_cannot_write(self, answer, world, tmp_path, full_on):
         """The disk is full for one of two ranks: no file of it may grow by a byte."""
-        world.run(answer, interrupted.full_disk, tmp_path / "run", full_on)
+        world.run(answer, ranks_interrupted.full_disk, tmp_path / "run", full_on)
 
     @pytest.mark.survives("save", "complete")
     @pytest.mark.parametrize("slow", [0, 1])
@@ -31,8 +30,8 @@ class TestPart3SaveInterrupted:
 
         And where save has returned, on any rank, it is the new one.
         """
-        for found in worlds(2).run(answer, interrupted.slow_save, tmp_path / "run", slow):
-            worlds(1).run(answer, interrupted.loads_each, found)
+        for found in worlds(2).run(answer, ranks_interrupted.slow_save, tmp_path / "run", slow):
+            worlds(1).run(answer, ranks_interrupted.loads_each, found)
 
     @pytest.mark.survives("save", 3)
     def test_a_save_that_fails_at_its_end_is_no_checkpoint(self, answer, worlds, tmp_path):
@@ -40,6 +39,6 @@ class TestPart3SaveInterrupted:
 
         Or both are killed there. Then one rank goes on.
         """
-        zero, one = worlds(2).run(answer, interrupted.fails_at_the_end, tmp_path / "run")
+        zero, one = worlds(2).run(answer, ranks_interrupted.fails_at_the_end, tmp_path / "run")
         ranks.check_alike([zero[0], one[0]], "how the last operation has ended")
-        worlds(1).run(answer, interrupted.loads_each, zero[1], True)
+        worlds(1).run(answer, ranks_interrupted.loads_each, zero[1], True)
