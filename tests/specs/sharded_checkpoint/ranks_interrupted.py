@@ -31,7 +31,7 @@ def check_loads(answer: Any, folder: Path, saved: States, when: str, cause: str)
     model, optimizer = small(seed=9)
     got: list[Any] = []
     error = error_of(lambda: got.append(answer.load(folder, model, optimizer)))
-    step = got[0] if got else error
+    step: Any = got[0] if got else error
     steps = " or ".join(map(str, saved))
     check(step in [*saved], expected=f"step {steps} is loaded, {when}", got=step, cause=cause)
     off = different(state(model, optimizer), saved[step])
