@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,41 +16,12 @@ from torch.optim import Optimizer
 from kit.laws import draw
 from kit.laws.toys import mse
 from kit.ranks.rank import device
-from kit.ranks.shapes import Deep, Outer, Twice
+from kit.ranks.shapes import Outer, Twice
 from kit.ranks.shards import full, mesh, named, weights
-from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze
+from kit.ranks.toys import FEATURES, OUTPUTS, Block, Model, data, freeze
 
-SEED = 6
-
-
-class Chain(nn.Sequential):
-    """A block of blocks, and of nothing else."""
-
-
-class Nested(nn.Module):
-    """Blocks in blocks, one of a subclass; a parameter and two buffers have two names.
-
-    A part is in eval mode. Of `sum` only rank 0 has rows.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = nn.Parameter(torch.zeros(1))  # one row: only rank 0 has it
-        self.offset_again = self.offset
-        self.register_buffer("scale", torch.ones(7, 1))
-        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
-        self.register_buffer("unused", None)
-        self.sum = nn.Linear(OUTPUTS, 1)
-        self.head = nn.Linear(WIDTH, OUTPUTS)
-        self.outer = Chain(Outer(WIDTH), Deep(WIDTH)).eval()
-        self.embed = nn.Linear(FEATURES, WIDTH)
-        self.embed.register_buffer("scale", self.scale)
-        self.embed.register_buffer("steps", self.steps)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.head(self.outer(self.embed(inputs))) + self.offset
-        return (x + self.sum(x)) * self.mask * self.scale[0] + self.steps[0]
+SETTINGS = "settings of groups"
+BLOCK_TYPES = (Block, Outer, nn.Sequential, Twice)  # the last one is a whole model
 
 
 class Thin(Block):
@@ -80,35 +51,21 @@ class Tiny(nn.Module):
         return self.model(self.blocks[0](inputs).double())
 
 
-class Blank(nn.Module):
-    """Its extra state is None at first."""
+class Extra(nn.Module):
+    """Its extra state, given as a copy, is None at first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: object = None
 
     def get_extra_state(self) -> object:
-        return self.found
+        return copy.deepcopy(self.found)
 
     def set_extra_state(self, state: object) -> None:
         self.found = state
 
 
-class Counts(nn.Module):
-    """Its extra state is a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = torch.tensor([3, 4])
-
-    def get_extra_state(self) -> Tensor:
-        return copy.deepcopy(self.count)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.count = state
-
-
-class Rich(Model):
+class Rich(Model, Extra):
     """A tied weight, one of one row, buffers of all kinds, one of them tied, and extra state."""
 
     def __init__(self) -> None:
@@ -122,96 +79,13 @@ class Rich(Model):
         self.register_buffer("cache", torch.ones(2), persistent=False)
         self.register_buffer("empty", torch.ones(0))  # two of them have one address: none
         self.register_buffer("no_rows", torch.ones(0, 5))
-        self.blank, self.note, self.counts = Blank(), Blank(), Counts()
-        self.note.found = "version 3"
-        self.losses = torch.tensor([3.0, 2.0, 1.0])
+        self.blank, self.note, self.counts = Extra(), Extra(), Extra()
+        self.note.found, self.counts.found = "version 3", torch.tensor([3, 4])
+        self.found = torch.tensor([3.0, 2.0, 1.0])
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) * self.no_extra_state
-
-    def get_extra_state(self) -> Tensor:
-        return self.losses
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.losses = state
-
-
-class Spare(Model):
-    """Tied and frozen weights, in eval mode; in train mode a block of 16 bits that never runs."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=1, tied=True)
-        self.spare = Thin().to(torch.bfloat16)
-        freeze(self, ["blocks.0", "head.bias"]).eval().spare.train()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Model,
-    "tied, frozen and in two precisions": Spare,
-    "blocks in blocks": Nested,
-    "a block twice": Twice,
-}
-TRICKY = [*MODELS][1:]
-BLOCK_TYPES = (Block, Outer, Chain, Twice)  # the last one is a whole model
-
-
-def init(module: nn.Module, is_one: bool = True) -> None:
-    """Random values for all that is the module's own: whoever is out of order gets other ones.
-
-    Where there is nothing to set a number is drawn all the same: an `init` may do so. It may set
-    what has two names in one module under each of them, which are two parameters unless `is_one`.
-    """
-    if not has_own(module):
-        torch.empty(()).normal_()
-    for p in module.parameters(recurse=False):
-        nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
-    if (again := getattr(module, "offset_again", None)) is not None:
-        again = again.data if is_one else torch.empty_like(again).normal_()
-        again.uniform_(1, 2)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.uniform_(0.5, 1.5)
-        else:
-            buffer.fill_(3)
-
-
-def has_own(module: nn.Module) -> bool:
-    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
-
-
-def alone(
-    kind: str,
-    order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules,
-    init: Callable[[nn.Module], None] = init,
-) -> nn.Module:
-    """What one process has.
-
-    To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
-    """
-    with device():  # to() would cut the tie of a buffer
-        model = MODELS[kind]()
-    draw.seed(SEED)
-    for module in order(model):
-        init(module)
-    return model
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name, also the buffers that are not in the state dict."""
-    saved, buffers = weights(model), full(dict(model.named_buffers()))
-    others = {f"{n}, not persistent": b for n, b in buffers.items() if n not in model.state_dict()}
-    return {**saved, **others}
-
-
-def ties(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, and of each memory of buffers, that has more than one."""
-    groups: dict[tuple[str, int], list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(("parameter", id(p)), []).append(name)
-    for name, b in model.named_buffers(remove_duplicate=False):
-        groups.setdefault(("buffer", b.untyped_storage().data_ptr()), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -235,31 +109,21 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optimizer:
-    """Two groups of parameters, and one of none; that of vectors has an own rate, a number.
-
-    They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
-    """
-    every = [*parameters]
-    optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
-    optimizer.add_param_group(
-        {"params": [p for p in every if p.ndim == 1], "lr": lr / 2, "amsgrad": True}
-    )
-    optimizer.add_param_group({"params": [], "lr": lr / 4})
-    return optimizer
+def adamax(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """Its rate is a tensor."""
+    return torch.optim.Adamax(parameters, torch.tensor(lr))
 
 
-def step(model: nn.Module, optimizer: Optimizer, number: int, is_alone: bool = False) -> float:
+def step(model: nn.Module, optimizer: Optimizer, number: int) -> float:
     """A step on 12 samples, which 1, 2 and 3 ranks share; the mean loss, the same on every rank."""
-    rank, ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, targets = (t.chunk(ranks)[rank].to(device()) for t in data([12], seed=number)[0])
     optimizer.zero_grad()
     loss = mse(model(inputs), targets)
     loss.backward()
     optimizer.step()
     loss = loss.detach() / ranks
-    if not is_alone:
-        dist.all_reduce(loss)
+    dist.all_reduce(loss)
     return loss.item()
 
 
@@ -270,12 +134,17 @@ def move(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
+def trained(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    """Sharded, with gradients and state of AdamW."""
+    optimizer = adamw(sharded(model).parameters())
+    move(model, optimizer)
+    return model, optimizer
+
+
 def small(seed: int = 4, dtype: torch.dtype | None = None) -> tuple[nn.Module, Optimizer]:
     """A tiny model that has been trained, by the same step whatever its seed."""
     draw.seed(seed)
-    model = sharded(Tiny().to(dtype))
-    optimizer = adamw(model.parameters())
-    move(model, optimizer)
+    model, optimizer = trained(Tiny().to(dtype))
     for held in optimizer.state.values():
         held["step"] += 256  # 257 is no number of bfloat16
     return model, optimizer
@@ -289,7 +158,7 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for key, value in optimizer.state.get(p, {}).items()
     }
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return {**weights(model), **full(held), "settings of groups": groups}
+    return {**weights(model), **full(held), SETTINGS: groups}
 
 
 def tied(seed: int = 4) -> Model:
@@ -303,7 +172,7 @@ def other(model: Model) -> Model:
     for buffer in model.buffers():
         buffer.fill_(7)
     model.blank.found = model.note.found = "of before"
-    model.losses, model.counts.count = torch.zeros(5), {"of": "before"}
+    model.found, model.counts.found = torch.zeros(5), {"of": "before"}
     return model
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,48 +12,119 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from kit.laws import draw
-from kit.laws.checks import check_close, check_equal
+from kit.laws.checks import check_equal
 from kit.laws.equal import same
-from kit.memory.ruler import measure
 from kit.ranks.rank import device
-from kit.ranks.shards import mesh
-from kit.ranks.toys import Model
-from specs.sharded_checkpoint.models import (
-    BLOCK_TYPES,
-    MODELS,
-    SEED,
-    TRICKY,
-    Tiny,
-    alone,
-    has_own,
-    init,
-    momentum,
-    sharded,
-    step,
-    ties,
-    values,
-)
+from kit.ranks.shapes import Deep, Outer, Twice
+from kit.ranks.shards import full, mesh, weights
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Model
+from specs.sharded_checkpoint.models import BLOCK_TYPES, Thin, Tiny, momentum, sharded
 from specs.sharded_checkpoint.ranks import error_of, of_all
 
+SEED = 6
 
-def built(answer: Any, kind: str, make_optimizer: Callable[..., Optimizer] = momentum) -> Any:
+
+class Tricky(nn.Module):
+    """Blocks in blocks, one of a subclass; ties, frozen parameters, two precisions, both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(1))  # one row: only rank 0 has it
+        self.offset_again = self.offset
+        self.register_buffer("scale", torch.ones(7, 1))
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
+        self.register_buffer("unused", None)
+        self.sum = nn.Linear(OUTPUTS, 1)  # of it only rank 0 has rows
+        self.head = nn.Linear(WIDTH, OUTPUTS)
+        self.head.bias.requires_grad_(False)
+        self.outer = nn.Sequential(Outer(WIDTH).requires_grad_(False), Deep(WIDTH))
+        self.spare = Thin().to(torch.bfloat16)
+        self.embed, self.again = nn.Linear(FEATURES, WIDTH), nn.Linear(FEATURES, WIDTH)
+        self.again.weight = self.embed.weight
+        self.embed.register_buffer("scale", self.scale)
+        self.embed.register_buffer("steps", self.steps)
+        self.eval().outer.train()
+
+
+MODELS: dict[str, Any] = {"plain": Model, "tricky": Tricky, "with a block twice": Twice}
+
+
+def init(module: nn.Module) -> None:
+    """Random values for all that is the module's own: whoever is out of order gets other ones.
+
+    Where there is nothing to set a number is drawn all the same: an `init` may do so. What has two
+    names in one module it sets under each of them.
+    """
+    if not has_own(module):
+        torch.empty(()).normal_()
+    for p in module.parameters(recurse=False):
+        nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
+    if (again := getattr(module, "offset_again", None)) is not None:
+        again.data.uniform_(1, 2)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+        else:
+            buffer.fill_(3)
+
+
+def has_own(module: nn.Module) -> bool:
+    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+
+
+def alone(
+    kind: str, order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules
+) -> nn.Module:
+    """What one process has.
+
+    To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
+    """
+    with device():  # to() would cut the tie of a buffer
+        model = MODELS[kind]()
+    draw.seed(SEED)
+    for module in order(model):
+        init(module)
+    return model
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name, also the buffers that are not in the state dict."""
+    saved, buffers = weights(model), full(dict(model.named_buffers()))
+    others = {f"{n}, not persistent": b for n, b in buffers.items() if n not in model.state_dict()}
+    return {**saved, **others}
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, and of each memory of buffers, that has more than one."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(("parameter", id(p)), []).append(name)
+    for name, b in model.named_buffers(remove_duplicate=False):
+        groups.setdefault(("buffer", b.untyped_storage().data_ptr()), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def built(answer: Any, kind: str) -> Any:
     """The model and its optimizer."""
     draw.seed(SEED)
-    return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, make_optimizer)
+    return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, momentum)
 
 
-def built_has(answer: Any, rank: int, what: str, cause: str, kinds: Iterable[str]) -> None:
-    """Fail unless what was built has that of one process, for these kinds of models."""
-    for kind in kinds:
-        want = FACTS[what](alone(kind))
-        got = FACTS[what](built(answer, kind)[0])
+def built_has(answer: Any, rank: int, what: str, cause: str) -> None:
+    """Fail unless what was built has that of one process."""
+    for kind in MODELS:
+        model = built(answer, kind)[0]
+        on_meta = [name for name, v in model.state_dict().items() if v.is_meta]
+        unfinished = "to_empty() has not been called, or not on all that is on meta"
+        check_equal(on_meta, [], f"tensors on meta of the model {kind}", cause=unfinished)
+        got, want = FACTS[what](model), FACTS[what](alone(kind))
         is_wrong = what == "values" and any(of_all(not same(got, want)))
         guesses = _guesses(kind, want) if is_wrong else {}
         check_equal(got, want, f"{what} of the model {kind}", cause=cause, suspects=guesses)
 
 
 FACTS: dict[str, Callable[[Any], Any]] = {
-    "tensors on meta": lambda m: [name for name, v in m.state_dict().items() if v.is_meta],
     "values": values,
     "ties": ties,
     "train mode and requires_grad": lambda m: (
@@ -75,11 +145,8 @@ def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
         "modules without parameters and buffers are left out": values(
             alone(kind, order=lambda m: [x for x in m.modules() if has_own(x)])
         ),
-        "the tie: init sees two parameters where one has two names": values(
-            alone(kind, init=functools.partial(init, is_one=False))
-        ),
         "every rank takes the first rows": {
-            name: value if not value.dim() or ranks == 1 else _first_rows(value, ranks)
+            name: torch.cat([value.chunk(ranks)[0]] * ranks)[: len(value)] if value.dim() else value
             for name, value in want.items()
         },
     }
@@ -92,41 +159,30 @@ def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
     return {belief: value for belief, value in found.items() if not same(value, want)}
 
 
-def _first_rows(value: Tensor, ranks: int) -> Tensor:
-    rows = math.ceil(len(value) / ranks)
-    return torch.cat([value[:rows]] * ranks)[: len(value)]
-
-
 def built_units(answer: Any, rank: int) -> None:
-    """Which modules are units, and what the optimizer holds."""
+    """Which modules are units."""
     for kind in MODELS:
-        model, optimizer = built(answer, kind)
+        model, _ = built(answer, kind)
         modules = dict(model.named_modules())
         want = [n for n, m in modules.items() if not n or isinstance(m, BLOCK_TYPES)]
         got = [name for name, m in modules.items() if isinstance(m, FSDPModule)]
         cause = "a block is no unit of its own, or what is no block is one, or the model is none"
         check_equal(got, want, f"units of the model {kind}", cause=cause)
-        cause = "parameters are replaced after they were sharded, or one is in no unit"
-        kinds = {type(p).__name__ for p in model.parameters()}
-        check_equal(kinds, {"DTensor"}, f"types of the parameters of {kind}", cause=cause)
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        missing = [name for name, p in model.named_parameters() if p not in held]
-        cause = "a frozen parameter may be thawed later, and then the optimizer does not know it"
-        check_equal(missing, [], f"parameters of {kind} that make_optimizer lacks", cause=cause)
 
 
-def built_trains(answer: Any, rank: int) -> None:
-    """Two steps of what was built, and of one process."""
-    for kind in TRICKY[:2]:
-        one = alone(kind)
-        own = momentum(one.parameters())
+def built_optimizer(answer: Any, rank: int) -> None:
+    """It has each parameter of the model, and each once."""
+    for kind in MODELS:
         model, optimizer = built(answer, kind)
-        cause = "the optimizer was made from parameters that were replaced afterwards"
-        for number in range(2):
-            want = step(one, own, number, is_alone=True)
-            got = step(model, optimizer, number)
-            what = f"loss of step {number + 1} of the model {kind}"
-            check_close(got, want, what, cause=cause, rtol=1e-4)
+        names = {p: name for name, p in model.named_parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        got = sorted(names.get(p, "one that is not in the model") for p in held)
+        cause = (
+            "it was made from parameters that were replaced afterwards; or a frozen one, which may "
+            "be thawed later, is left out; or a tied one is there twice"
+        )
+        what = f"parameters of the optimizer of the model {kind}"
+        check_equal(got, sorted(names.values()), what, cause=cause)
 
 
 def built_once(answer: Any, rank: int) -> None:
@@ -148,10 +204,9 @@ def built_once(answer: Any, rank: int) -> None:
     check_equal(seen, want, "devices of new tensors, and optimizers", cause=cause)
 
 
-def build_fails_on_one(answer: Any, rank: int) -> dict[str, bool]:
-    """Whether this rank raises where one argument of `build` raises on rank 1."""
+def build_fails_on_one(answer: Any, rank: int) -> None:
+    """One argument of `build` after the other raises on rank 1."""
     given: dict[str, Any] = {"make_model": Tiny, "init": init, "make_optimizer": momentum}
-    raised = {}
     for name, function in given.items():
 
         def fails(*args: Any, function: Any = function) -> Any:
@@ -163,13 +218,6 @@ def build_fails_on_one(answer: Any, rank: int) -> dict[str, bool]:
 
         make_model, *others = {**given, name: fails}.values()
         build = functools.partial(answer.build, make_model, mesh(), BLOCK_TYPES, *others)
-        raised[name] = bool(error_of(build))
-    return raised
-
-
-def peak_of_build(
-    answer: Any, rank: int, make_model: Callable[[], nn.Module], over: Any = None
-) -> int:
-    """Bytes above the baseline while a model is built; its optimizer has no state yet."""
-    run = lambda: answer.build(make_model, over or mesh(), BLOCK_TYPES, init, momentum)  # noqa: E731
-    return measure(run, over.device_type if over else device()).above_baseline
+        what = f"whether rank {rank} raises where {name} raises on rank 1"
+        cause = "the ranks do not tell each other what has failed"
+        check_equal(bool(error_of(build)), True, what, cause=cause)

@@ -3,85 +3,119 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from kit.laws.checks import check, check_equal
 from kit.ranks.disk import Copies, before_each_write, different, no_room
 from specs.sharded_checkpoint.models import move, small, state
-from specs.sharded_checkpoint.ranks import error_of, of_all, ordinary
+from specs.sharded_checkpoint.ranks import error_of, of_all
+
+States = dict[int, dict[str, Any]]  # what was saved, by step
+Found = tuple[str, Path, States, str]  # when a folder was so, what can be in it, and else the cause
+
+TOO_EARLY = "a checkpoint counts before it is complete, or it is written over the old one"
+SPOILED = "what could not be finished counts, or what was before is spoiled"
+IN_THE_WAY = "what is left of such a save is taken for a checkpoint, or gets into the next one"
 
 
-def loaded(answer: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The step and what `load` gives; in place of the step an error, where there is one."""
+def check_loads(answer: Any, folder: Path, saved: States, when: str, cause: str) -> int:
+    """Load one of these checkpoints, and nothing else; its step."""
+    __tracebackhide__ = True
     model, optimizer = small(seed=9)
-    try:
-        return ordinary(lambda: answer.load(folder, model, optimizer)), state(model, optimizer)
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}", {}
+    got: list[Any] = []
+    error = error_of(lambda: got.append(answer.load(folder, model, optimizer)))
+    step: Any = got[0] if got else error
+    steps = " or ".join(map(str, saved))
+    check(step in [*saved], expected=f"step {steps} is loaded, {when}", got=step, cause=cause)
+    off = different(state(model, optimizer), saved[step])
+    check_equal(off, [], f"what differs from step {step}, {when}", cause=cause)
+    return step
 
 
-def killed_saves(answer: Any, rank: int, folder: Path) -> list[tuple[str, Any, list[str], Any]]:
-    """One rank: what a kill would leave, at each operation on a file in a save of step 5.
-
-    From each copy what `load` gives; and what it gives after step 5 is saved again.
-    """
+def _begun(answer: Any, folder: Path) -> tuple[nn.Module, Optimizer, States]:
+    """Step 1 is saved, and training has gone on."""
     model, optimizer = small()
-    copies = Copies(folder / "run-\u00e9")
-    answer.save(copies.folder, model, optimizer, 1)
+    answer.save(folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
     move(model, optimizer)
+    return model, optimizer, saved
+
+
+def killed_saves(answer: Any, rank: int, folder: Path) -> None:
+    """One rank: what a kill would leave, at each operation on a file in a save of step 5.
+
+    From each copy one of the checkpoints is loaded; where it is the old one, step 5 is saved again.
+    """
+    copies = Copies(folder / "run-\u00e9")
+    model, optimizer, before = _begun(answer, copies.folder)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save(copies.folder, model, optimizer, 5)
-    copies.take("not killed")
-    saved[5] = state(model, optimizer)
-    found = []
+    new = {5: state(model, optimizer)}
+    check_equal(bool(copies.made), True, "whether save changes files", cause="it writes nothing")
+    cause = "the newest checkpoint is not the one that is loaded"
+    check_loads(answer, copies.folder, new, "not killed", cause)
     for when, path in copies.made:
-        step, values = loaded(answer, path)
-        again = None
+        step = check_loads(answer, path, before | new, when, TOO_EARLY)
         if step == 1 and "just opened" not in when:
             answer.save(path, model, optimizer, 5)
-            step_again, values_again = loaded(answer, path)
-            again = step_again, different(values_again, saved[5])
-        found.append((when, step, different(values, saved.get(step, {})), again))
-    return found
+            check_loads(answer, path, new, f"after a new save, {when}", IN_THE_WAY)
 
 
-def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> dict[str, Any]:
-    """A save while one rank cannot write; then what `load` gives, before and after another save."""
-    model, optimizer = small()
-    answer.save(folder, model, optimizer, 1)
-    saved = state(model, optimizer)
-    move(model, optimizer)
+def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> None:
+    """A save while one rank cannot write; then the one before is there, and another save works."""
+    model, optimizer, saved = _begun(answer, folder)
     with no_room() if rank == full_on else nullcontext():
-        raised = error_of(lambda: answer.save(folder, model, optimizer, 2))
-    found: dict[str, Any] = {"raised": raised}
-    if not all(of_all(bool(raised))):
-        return found
-    step, values = loaded(answer, folder)
-    found["before"] = step, different(values, saved)
+        raised = of_all(error_of(lambda: answer.save(folder, model, optimizer, 2)))
+    causes = {
+        full_on: "an error in writing is swallowed, or this rank writes no part of its own",
+        1 - full_on: "the ranks do not tell each other how writing has ended",
+    }
+    for number, cause in causes.items():
+        expected = f"an error on rank {number}: rank {full_on} could not write its part"
+        check(raised[number] != "", expected=expected, got="no error", cause=cause)
+    check_loads(answer, folder, saved, "after the save that failed", SPOILED)
     answer.save(folder, model, optimizer, 2)
-    step, values = loaded(answer, folder)
-    found["after"] = step, different(values, state(model, optimizer))
-    return found
+    new = {2: state(model, optimizer)}
+    check_loads(answer, folder, new, "after the next save", IN_THE_WAY)
 
 
-def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
-    """Saves of steps 1 and 2; and one of step 3, where rank 0 fails at its last file operation.
+def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> list[Found]:
+    """A save of step 5 in which one rank waits before each operation on a file.
 
-    And a copy of what both ranks leave if they are killed there.
+    Copies of the folder: when it has waited, and as soon as the call returns on any rank.
     """
-    model, optimizer = small()
-    answer.save(folder, model, optimizer, 1)
+    model, optimizer, saved = _begun(answer, folder)
+    copies = Copies(folder)
+
+    def wait(_: str) -> None:
+        time.sleep(0.05)
+        copies.take(f"while rank {slow} has not written all")
+
+    with before_each_write(folder, wait) if rank == slow else nullcontext():
+        answer.save(folder, model, optimizer, 5)
+    returned = copies.take("returned")
+    new = {5: state(model, optimizer)}
+    cause = "a rank does not wait until all the others have written"
+    return [
+        (f"as soon as save has returned on rank {rank}", returned, new, cause),
+        *((when, path, saved | new, TOO_EARLY) for when, path in copies.made[:-1]),
+    ]
+
+
+def fails_at_the_end(answer: Any, rank: int, folder: Path) -> tuple[str, list[Found]]:
+    """Steps 1 and 2; in a save of step 3 rank 0 fails at its last operation, or all are killed."""
+    model, optimizer, _ = _begun(answer, folder)
     seen: list[str] = []
     with before_each_write(folder, seen.append):
         answer.save(folder, model, optimizer, 2)
-    saved, left = state(model, optimizer), len(seen)
+    saved, left = {2: state(model, optimizer)}, len(seen)
     move(model, optimizer)
     copies = Copies(folder)
 
@@ -94,64 +128,17 @@ def fails_at_the_end(answer: Any, rank: int, folder: Path) -> dict[str, Any]:
 
     with before_each_write(folder, fail) if rank == 0 else nullcontext():
         raised = error_of(lambda: answer.save(folder, model, optimizer, 3))
-    states = {2: saved, 3: state(model, optimizer)}
-    return {"raised": raised, "saved": states, "copies": [path for _, path in copies.made]}
+    new = {3: state(model, optimizer)}
+    found = [(when, path, saved | new, SPOILED) for when, path in copies.made]
+    return raised, [("after the failure", folder, saved if raised else new, SPOILED), *found]
 
 
-def one_rank_goes_on(
-    answer: Any, rank: int, folders: Sequence[Path]
-) -> list[list[tuple[Any, dict[str, Any]]]]:
-    """For each, what `load` gives, what it gives after the next save, and the state of this."""
-    return [_goes_on(answer, folder) for folder in folders]
-
-
-def _goes_on(answer: Any, folder: Path) -> list[tuple[Any, dict[str, Any]]]:
-    before = loaded(answer, folder)
-    model, optimizer = small(seed=9)
-    step = answer.load(folder, model, optimizer)
-    for _ in range(2):  # else it might be what the failed save has left
-        move(model, optimizer)
-    answer.save(folder, model, optimizer, step + 1)
-    return [before, loaded(answer, folder), (step + 1, state(model, optimizer))]
-
-
-def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> dict[str, Any]:
-    """A save of step 5 in which one rank waits before each operation on a file.
-
-    Copies of the folder: when it has waited, and as soon as the call returns on any rank.
-    """
-    model, optimizer = small()
-    answer.save(folder, model, optimizer, 1)
-    saved = {1: state(model, optimizer)}
-    move(model, optimizer)
-    copies = Copies(folder)
-
-    def wait(_: str) -> None:
-        time.sleep(0.05)
-        copies.take(f"while rank {slow} has not written all")
-
-    with before_each_write(folder, wait) if rank == slow else nullcontext():
-        answer.save(folder, model, optimizer, 5)
-    copies.take(f"as soon as save has returned on rank {rank}")
-    saved[5] = state(model, optimizer)
-    return {"saved": saved, "copies": copies.made}
-
-
-def loads_all(answer: Any, rank: int, folders: Sequence[Path]) -> list[tuple[Any, dict[str, Any]]]:
-    """Of folders with the same in them only the first is loaded."""
-    results: dict[Any, Any] = {}
-    contents = [_contents(folder) for folder in folders]
-    for folder, content in zip(folders, contents, strict=True):
-        if content not in results:
-            results[content] = loaded(answer, folder)
-    return [results[content] for content in contents]
-
-
-def _contents(folder: Path) -> frozenset[tuple[str, str | bytes | None]]:
-    return frozenset((str(path.relative_to(folder)), _content(path)) for path in folder.rglob("*"))
-
-
-def _content(path: Path) -> str | bytes | None:
-    if path.is_symlink():
-        return os.readlink(path)
-    return path.read_bytes() if path.is_file() else None
+def loads_each(answer: Any, rank: int, found: Iterable[Found], goes_on: bool = False) -> None:
+    """One rank loads what is there; where it `goes_on` it then saves, and loads, the next step."""
+    for when, folder, saved, cause in found:
+        step = check_loads(answer, folder, saved, when, cause)
+        if goes_on:
+            model, optimizer = small(seed=5)
+            answer.save(folder, model, optimizer, step + 1)
+            new = {step + 1: state(model, optimizer)}
+            check_loads(answer, folder, new, f"{when}, and the next save", IN_THE_WAY)
