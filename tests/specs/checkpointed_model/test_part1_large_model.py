@@ -10,13 +10,12 @@ from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
     RETAINED,
     as_without,
-    check_limit,
+    check_model,
     check_nothing_left,
     held,
     inside,
     large,
     large_inputs,
-    of_model,
     one_input,
     peak,
     replaced,
@@ -135,35 +134,29 @@ class TestPart1LargeModel:
     def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, case):
         """Of n blocks: n - 1 inputs (x is the baseline's), the output, its gradient, and that of a
         block's input; besides, the block at work has its inside."""
-        for n in (5, 9) if case == "plain" else (5,):
-            check_limit(
-                f"peak above the baseline, {n} blocks, {case}",
-                (n + 2) * one_input(large_inputs(device)) + inside(answer, device),
-                f"({n} + 2) inputs + 1 inside",
-                lambda m, n=n: of_model(peak, m or answer, n, 1 if m else 0, device, case),
-                *(answer, reference),
-                cause="the insides of several blocks are there at once, or more than inputs is"
-                " held: one checkpoint around everything, or one for each layer",
-            )
+        limit = (5 + 2) * one_input(large_inputs(device)) + inside(answer, device)
+        cause = (
+            "the insides of several blocks are there at once, or more than inputs is held: one"
+            " checkpoint around everything, or one for each layer"
+        )
+        given = (limit, "(5 + 2) inputs + 1 inside", answer, reference)
+        check_model(peak, 5, 1, case, *given, device=device, cause=cause)
 
     @pytest.mark.saves("LargeModel", "held")
     @pytest.mark.parametrize("case", ["plain", "x without gradient", "frozen biases"])
     def test_holds_one_input_a_block_between_the_passes(self, answer, reference, device, case):
         """Of 5 blocks 4 inputs, as x is the baseline's, and the output. The bar adds 2; the inside
         of a single block would be 12 more."""
-        check_limit(
-            f"held between the passes, 5 blocks, {case}",
-            (5 + 2) * one_input(large_inputs(device)),
-            "(5 + 2) inputs",
-            lambda m: of_model(held, m or answer, 5, 1 if m else 0, device, case),
-            *(answer, reference),
-            cause="a block is not checkpointed, or something of its inside is kept",
-        )
+        given = ((5 + 2) * one_input(large_inputs(device)), "(5 + 2) inputs", answer, reference)
+        cause = "a block is not checkpointed, or something of its inside is kept"
+        check_model(held, 5, 1, case, *given, device=device, cause=cause)
 
     @pytest.mark.saves("LargeModel", "held")
     def test_holds_nothing_after_the_backward_pass(self, answer, device):
-        model, x = answer.LargeModel(5, WIDTH).to(device), large_inputs(device)
-        check_nothing_left(model, x, lambda: model(x))
+        x = large_inputs(device)
+        for size in (1, 2):
+            model = answer.LargeModel(5, WIDTH, segment_size=size).to(device)
+            check_nothing_left(model, x, lambda model=model: model(x))
 
 
 def _first_in_eval(model):
