@@ -2,14 +2,16 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from kit.laws import draw
-from kit.laws.checks import fail
+from kit.laws.checks import check_equal, check_raises, fail
 from kit.laws.scenarios import once, scenarios
+from kit.laws.untouched import observed
 from kit.private_torch import tree_leaves, tree_map
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
@@ -55,6 +57,11 @@ class Counting(nn.Module):
         self.last = y.detach().mean()
         return x + torch.tanh(y)
 
+    def train(self, mode=True):
+        """Does more than to set the mode, as does one that merges weights."""
+        self.calls += 10
+        return super().train(mode)
+
 
 class Growing(Counting):
     """Its first call registers one more buffer, a large one."""
@@ -64,14 +71,6 @@ class Growing(Counting):
             self.register_buffer("table", torch.zeros(2**19, device=x.device))
         self.table += 1
         return super().forward(x * 0.9 ** self.table.mean())
-
-
-class Resetting(Counting):
-    """Its train() does more than to set the mode, as does one that merges weights."""
-
-    def train(self, mode=True):
-        self.calls += 10
-        return super().train(mode)
 
 
 class Nest(nn.Module):
@@ -84,6 +83,10 @@ class Nest(nn.Module):
     def forward(self, x):
         # The last tanh needs its result, so that a recomputation cannot stop before `inner`.
         return x + torch.tanh(self.inner(torch.tanh(self.up(x))))
+
+
+class Deeper(Nest):
+    """A block of a derived class."""
 
 
 class Normed(nn.Module):
@@ -143,10 +146,6 @@ class Mixer(nn.Module):
         return that + torch.tanh(hidden), {"mean": hidden.mean(-1), "name": name, "nothing": None}
 
 
-class Wider(Mixer):
-    """A block of a derived class."""
-
-
 def mixers(count=2):
     return [Mixer() for _ in range(count)]
 
@@ -182,6 +181,17 @@ def failed(model):
     for block in model.order:
         with suppress(RuntimeError):
             block(torch.ones(*SHAPE[:-1], WIDTH - 1, device=block.up.weight.device))
+
+
+def refused(answer, model, kind, error, named, when, **keep):
+    """Fail unless it is an error, and the model is as it was."""
+    __tracebackhide__ = True
+    before = observed(model)
+    call = partial(answer.checkpoint_blocks, model, kind, **keep)
+    check_raises(call, error, mentions=[named], when=when)
+    changed = [key for key, value in observed(model).items() if value != before[key]]
+    cause = "something has been changed before everything was looked at"
+    check_equal(changed, [], f"what is otherwise after the refusal {when}", cause=cause)
 
 
 class Chain(nn.Module):

@@ -143,6 +143,8 @@ class TestPart2Recompute:
         yield "what sort() gives, in a named tuple", chain(lambda: [Noisy()], call=_sorted)
         given = {"d": FLOAT, "c": FLOAT}
         yield "keywords and a dict that are not sorted", chain(mixers, given, b=FLOAT, a=FLOAT)
+        yield "in containers by keyword", chain(mixers, a={"b": FLOAT, "c": [{"d": FLOAT}]})
+        yield "in a tuple by position", chain(mixers, FLOAT, (FLOAT, 2.5, None))
 
     @pytest.mark.survives("recompute", "state")
     @recomputed("the second run finds what the first one left, or changes it again")
