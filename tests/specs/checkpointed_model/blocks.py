@@ -1,7 +1,6 @@
 """Blocks with a state of their own, and chains of them in which each step is tried."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -110,22 +109,12 @@ def frozen(norm):
 # Each with the number of dimensions of its input
 NORMS = {
     "BatchNorm1d": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=0.3)),
-    "BatchNorm2d": (4, lambda: nn.BatchNorm2d(WIDTH)),
     "BatchNorm3d": (5, lambda: nn.BatchNorm3d(WIDTH)),
     "SyncBatchNorm": (3, lambda: nn.SyncBatchNorm(WIDTH)),
     "InstanceNorm1d": (3, lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True)),
     "a cumulative average": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
-    "without statistics": (3, lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)),
     "in eval mode": (3, lambda: frozen(nn.BatchNorm1d(WIDTH))),
-    "GroupNorm": (3, lambda: nn.GroupNorm(4, WIDTH)),
 }
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """Settings that nobody can set."""
-
-    scale: float
 
 
 class Mixer(nn.Module):

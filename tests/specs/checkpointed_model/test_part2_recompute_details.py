@@ -26,10 +26,7 @@ from specs.checkpointed_model.blocks import (
     recomputed,
     seen,
 )
-from specs.checkpointed_model.large import (
-    check_nothing_left,
-    large_inputs,
-)
+from specs.checkpointed_model.large import check_nothing_left, large_inputs
 from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, never_wrong, twice
 
 FLOAT, INT = torch.float32, torch.int64
@@ -126,13 +123,9 @@ class TestPart2RecomputeDetails:
     def test_containers_may_be_changed_afterwards(self):
         changed = lambda model, x, args, kwargs: args[0].update(b=2.0)  # noqa: E731
         yield "a dict of numbers", chain(mixers, {"b": 0.5}, spoil=changed)
-        yield "a dict with a tensor too", chain(mixers, {"a": FLOAT, "b": 0.5}, spoil=changed)
-        within = lambda model, x, args, kwargs: args[0][0].append(2.0)  # noqa: E731
-        yield "a list in a tuple", chain(mixers, ([0.5],), spoil=within)
         longer = lambda model, x, args, kwargs: kwargs["c"][0].append(2.0)  # noqa: E731
         yield "a list in a list, by keyword", chain(mixers, c=[[0.5]], spoil=longer)
         for kind, of in DICTS.items():
-            yield kind, chain(mixers, of(b=0.5), spoil=changed)
             yield f"{kind} with a tensor too", chain(mixers, of(a=FLOAT, b=0.5), spoil=changed)
 
     @pytest.mark.survives("recompute", 4)
