@@ -181,7 +181,7 @@ def inside(module, device):
     return peak(block, x, lambda: block(x))
 
 
-def check_limit(title, limit, formula, reads, *modules, cause, suspects=()):
+def check_limit(title, limit, formula, reads, *modules, cause, suspects=None):
     """Hold what is read of an answer to a limit, beside the reference's and the plain model's.
 
     `reads` gives bytes with the checkpoints of a module, and without any for None.
@@ -189,7 +189,10 @@ def check_limit(title, limit, formula, reads, *modules, cause, suspects=()):
     __tracebackhide__ = True
     yours, reference = map(reads, modules)
     shown = {"plain": reads(None), "reference": reference, "formula": formula}
-    suspects = {"nothing is recomputed: plain calls take just that": shown["plain"], **suspects}
+    suspects = {
+        "nothing is recomputed: plain calls take just that": shown["plain"],
+        **(suspects or {}),
+    }
     check_bar(title, yours, limit, cause=cause, suspects=suspects, **shown)
 
 
