@@ -41,7 +41,7 @@ class TestPart3Segments:
     @pytest.mark.works("best_segment_size", "least")
     def test_no_other_size_needs_fewer_inputs(self, answer):
         """ceil(n / s) + s, compared with all s; for n = s * s only s itself is as good."""
-        for layers in range(1, 201):
+        for layers in (*range(1, 201), 10_000):
             size = answer.best_segment_size(layers)
             whole = isinstance(size, int) and 1 <= size <= layers
             said, cause = f"a whole number from 1 to {layers}", "it is no int, or beyond the layers"
