@@ -1,15 +1,16 @@
 """Blocks with a state of their own, and chains of them in which each step is tried."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from kit.laws import draw
-from kit.laws.checks import fail
+from kit.laws.checks import check_equal, check_raises, fail
 from kit.laws.scenarios import once, scenarios
+from kit.laws.untouched import observed
 from kit.private_torch import tree_leaves, tree_map
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
@@ -55,6 +56,11 @@ class Counting(nn.Module):
         self.last = y.detach().mean()
         return x + torch.tanh(y)
 
+    def train(self, mode=True):
+        """Does more than to set the mode, as does one that merges weights."""
+        self.calls += 10
+        return super().train(mode)
+
 
 class Growing(Counting):
     """Its first call registers one more buffer, a large one."""
@@ -64,14 +70,6 @@ class Growing(Counting):
             self.register_buffer("table", torch.zeros(2**19, device=x.device))
         self.table += 1
         return super().forward(x * 0.9 ** self.table.mean())
-
-
-class Resetting(Counting):
-    """Its train() does more than to set the mode, as does one that merges weights."""
-
-    def train(self, mode=True):
-        self.calls += 10
-        return super().train(mode)
 
 
 class Nest(nn.Module):
@@ -84,6 +82,10 @@ class Nest(nn.Module):
     def forward(self, x):
         # The last tanh needs its result, so that a recomputation cannot stop before `inner`.
         return x + torch.tanh(self.inner(torch.tanh(self.up(x))))
+
+
+class Deeper(Nest):
+    """A block of a derived class."""
 
 
 class Normed(nn.Module):
@@ -107,22 +109,12 @@ def frozen(norm):
 # Each with the number of dimensions of its input
 NORMS = {
     "BatchNorm1d": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=0.3)),
-    "BatchNorm2d": (4, lambda: nn.BatchNorm2d(WIDTH)),
     "BatchNorm3d": (5, lambda: nn.BatchNorm3d(WIDTH)),
     "SyncBatchNorm": (3, lambda: nn.SyncBatchNorm(WIDTH)),
     "InstanceNorm1d": (3, lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True)),
     "a cumulative average": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
-    "without statistics": (3, lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)),
     "in eval mode": (3, lambda: frozen(nn.BatchNorm1d(WIDTH))),
-    "GroupNorm": (3, lambda: nn.GroupNorm(4, WIDTH)),
 }
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """Settings that nobody can set."""
-
-    scale: float
 
 
 class Mixer(nn.Module):
@@ -141,10 +133,6 @@ class Mixer(nn.Module):
                 wide = isinstance(part, Tensor) and part.is_complex()
                 hidden = torch.tanh(hidden * (torch.view_as_real(part).sum(-1) if wide else part))
         return that + torch.tanh(hidden), {"mean": hidden.mean(-1), "name": name, "nothing": None}
-
-
-class Wider(Mixer):
-    """A block of a derived class."""
 
 
 def mixers(count=2):
@@ -182,6 +170,17 @@ def failed(model):
     for block in model.order:
         with suppress(RuntimeError):
             block(torch.ones(*SHAPE[:-1], WIDTH - 1, device=block.up.weight.device))
+
+
+def refused(answer, model, kind, error, named, when, **keep):
+    """Fail unless it is an error, and the model is as it was."""
+    __tracebackhide__ = True
+    before = observed(model)
+    call = partial(answer.checkpoint_blocks, model, kind, **keep)
+    check_raises(call, error, mentions=[named], when=when)
+    changed = [key for key, value in observed(model).items() if value != before[key]]
+    cause = "something has been changed before everything was looked at"
+    check_equal(changed, [], f"what is otherwise after the refusal {when}", cause=cause)
 
 
 class Chain(nn.Module):

@@ -149,16 +149,21 @@ def held(model, x, forward):
 
 
 RETAINED = "a graph that is kept for a second backward pass"
+LATER = "a size that is set after a step"
 
 
 @functools.cache  # bytes do not vary: what is measured once serves every spec
-def of_model(reads, module, layers, size, device, case="plain"):
+def of_model(reads, module, layers, size, device, case):
     """What a LargeModel takes, as `peak` or `held` reads it; of size 0 a plain one."""
-    options = {"segment_size": size} if size else {"use_checkpoint": False}
-    model, x = module.LargeModel(layers, WIDTH, **options).to(device), large_inputs(device)
+    first = 1 if case == LATER else size or 1
+    model = module.LargeModel(layers, WIDTH, use_checkpoint=size > 0, segment_size=first)
+    x = large_inputs(device)
+    if case == LATER:
+        model.to(device)(x).sum().backward()
+        model.segment_size = size or 1
     if case == "x without gradient":
         x = x.detach()
-    for name, p in model.named_parameters():
+    for name, p in model.to(device).named_parameters():
         p.requires_grad_(case != "frozen biases" or not name.endswith("bias"))
     mask = draw.rand(*x.shape[:2], device=device) < 0.6 if case == "mask" else None
 
@@ -176,7 +181,7 @@ def inside(module, device):
     return peak(block, x, lambda: block(x))
 
 
-def check_limit(title, limit, formula, reads, *modules, cause):
+def check_limit(title, limit, formula, reads, *modules, cause, suspects=None):
     """Hold what is read of an answer to a limit, beside the reference's and the plain model's.
 
     `reads` gives bytes with the checkpoints of a module, and without any for None.
@@ -184,5 +189,25 @@ def check_limit(title, limit, formula, reads, *modules, cause):
     __tracebackhide__ = True
     yours, reference = map(reads, modules)
     shown = {"plain": reads(None), "reference": reference, "formula": formula}
-    suspects = {"nothing is recomputed: plain calls take just that": shown["plain"]}
-    check_bar(title, yours, limit, cause=cause, suspects=suspects, **shown)
+    plain = {"nothing is recomputed: plain calls take just that": shown["plain"]}
+    check_bar(title, yours, limit, cause=cause, suspects=plain | (suspects or {}), **shown)
+
+
+def check_model(reads, layers, size, case, limit, formula, *modules, device, cause):
+    """The same for a LargeModel, by what `peak` or `held` reads."""
+    __tracebackhide__ = True
+    read = functools.partial(of_model, reads, device=device, case=case)
+    what = "held between the passes" if reads is held else "peak above the baseline"
+    by = f" by {size}" if size > 1 else ""
+    left_out = {
+        f"segment_size is not heeded in this case: {case}": lambda: read(modules[0], layers, 1)
+    }
+    check_limit(
+        f"{what}, {layers} blocks{by}, {case}",
+        limit,
+        formula,
+        lambda module: read(module or modules[0], layers, size if module else 0),
+        *modules,
+        cause=cause,
+        suspects=left_out if size > 1 else {},
+    )

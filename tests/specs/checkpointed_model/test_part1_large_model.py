@@ -1,27 +1,32 @@
 """A model with a checkpoint for each block: values, runs, the same bits, and bytes."""
 
+import copy
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kit.laws import draw
-from kit.laws.checks import check_close, check_equal
+from kit.laws.checks import check_close, check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
     RETAINED,
     as_without,
-    check_limit,
+    check_model,
     check_nothing_left,
+    guarded,
     held,
     inside,
     large,
     large_inputs,
-    of_model,
     one_input,
     peak,
     replaced,
+    stepped,
 )
-from specs.checkpointed_model.steps import SHAPE, WIDTH, autocast
+from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, twice
 
 
 def by_hand(block, x, mask=None):
@@ -85,7 +90,6 @@ class TestPart1LargeModel:
         yield "LargeModel(5, 16, dropout=0.25)", 5 * block, [0.25] * 5
         yield "LargeModel(3, 16)", 3 * block, [0.1] * 3
         yield "Block(16)", block, [0.1]
-        yield "LargeModel(1, 1, dropout=0.0)", 13, [0.0]
         yield "LargeModel(2, 1, dropout=1.0, segment_size=2)", 26, [1.0] * 2
 
     @pytest.mark.exact("LargeModel", "runs")
@@ -93,7 +97,6 @@ class TestPart1LargeModel:
     def test_each_block_runs_once_more(self):
         """Once in the forward pass, once in the backward pass; once in all in eval mode."""
         yield "11 blocks", large(11)
-        yield "one row", large(rows=1)
         yield "a mask", large(masks=1)
         yield "autocast", large(outer=autocast(torch.bfloat16))
         yield "float64", large(dtype=torch.float64)
@@ -135,37 +138,195 @@ class TestPart1LargeModel:
     def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, case):
         """Of n blocks: n - 1 inputs (x is the baseline's), the output, its gradient, and that of a
         block's input; besides, the block at work has its inside."""
-        for n in (5, 9) if case == "plain" else (5,):
-            check_limit(
-                f"peak above the baseline, {n} blocks, {case}",
-                (n + 2) * one_input(large_inputs(device)) + inside(answer, device),
-                f"({n} + 2) inputs + 1 inside",
-                lambda m, n=n: of_model(peak, m or answer, n, 1 if m else 0, device, case),
-                *(answer, reference),
-                cause="the insides of several blocks are there at once, or more than inputs is"
-                " held: one checkpoint around everything, or one for each layer",
-            )
+        limit = (5 + 2) * one_input(large_inputs(device)) + inside(answer, device)
+        cause = (
+            "the insides of several blocks are there at once, or more than inputs is held: one"
+            " checkpoint around everything, or one for each layer"
+        )
+        given = (limit, "(5 + 2) inputs + 1 inside", answer, reference)
+        check_model(peak, 5, 1, case, *given, device=device, cause=cause)
 
     @pytest.mark.saves("LargeModel", "held")
     @pytest.mark.parametrize("case", ["plain", "x without gradient", "frozen biases"])
     def test_holds_one_input_a_block_between_the_passes(self, answer, reference, device, case):
         """Of 5 blocks 4 inputs, as x is the baseline's, and the output. The bar adds 2; the inside
         of a single block would be 12 more."""
-        check_limit(
-            f"held between the passes, 5 blocks, {case}",
-            (5 + 2) * one_input(large_inputs(device)),
-            "(5 + 2) inputs",
-            lambda m: of_model(held, m or answer, 5, 1 if m else 0, device, case),
-            *(answer, reference),
-            cause="a block is not checkpointed, or something of its inside is kept",
-        )
+        given = ((5 + 2) * one_input(large_inputs(device)), "(5 + 2) inputs", answer, reference)
+        cause = "a block is not checkpointed, or something of its inside is kept"
+        check_model(held, 5, 1, case, *given, device=device, cause=cause)
 
     @pytest.mark.saves("LargeModel", "held")
     def test_holds_nothing_after_the_backward_pass(self, answer, device):
-        model, x = answer.LargeModel(5, WIDTH).to(device), large_inputs(device)
-        check_nothing_left(model, x, lambda: model(x))
+        x = large_inputs(device)
+        for size in (1, 2):
+            model = answer.LargeModel(5, WIDTH, segment_size=size).to(device)
+            check_nothing_left(model, x, lambda model=model: model(x))
+
+    @pytest.mark.survives("LargeModel", 1)
+    @as_without("the second run is without autocast, or has its default dtype")
+    def test_recomputes_in_the_precision_of_the_forward_pass(self):
+        """The backward pass is outside autocast. pytorch/pytorch#71124: the dtype was lost."""
+        bfloat, half = map(autocast, HALVES)
+        yield "bfloat16, segments of 2", large(outer=bfloat, size=2), None
+        yield "float16", large(outer=half)
+        yield "float16, x without gradient", large(outer=half, grad=False, masks=1)
+
+    @pytest.mark.survives("LargeModel", 2)
+    @as_without("requires_grad is changed, or asked for, to please the checkpoint")
+    def test_trains_around_frozen_blocks(self):
+        """huggingface/transformers#23170. Before the first trained block nothing runs again."""
+        for numbers, size, grad in (("0", 1, False), ("12", 1, True), ("02", 2, True)):
+            name = f"frozen are {[*numbers]}, segments of {size}, x with gradient: {grad}"
+            yield name, large(frozen=partial(_in_blocks, numbers), size=size, grad=grad), None
+        for size in (1, 2):
+            frozen = large(frozen=lambda name: True, size=size)
+            yield f"all are frozen, segments of {size}", frozen, None
+        yield "all are frozen, x too", large(frozen=lambda name: True, grad=False), None
+
+    @pytest.mark.survives("LargeModel", 3)
+    @as_without("what the second run needs is kept on the model, where another pass overwrites it")
+    def test_several_forward_passes_before_one_backward(self):
+        """Micro-batches in one loss, or a siamese model."""
+        for size, masks in ((1, 2), (2, 1)):
+            name = f"2 passes, {masks} of them with a mask, segments of {size}"
+            yield name, large(passes=2, masks=masks, size=size), None
+
+    @pytest.mark.survives("LargeModel", 4)
+    @as_without("a reentrant checkpoint, or a Function, knows the first backward() alone")
+    def test_gradients_may_be_taken_in_other_ways(self):
+        for size in (1, 2):
+            yield f"twice, segments of {size}", large(size=size, backward=twice), None
+            yield f"a penalty on gradients, segments of {size}", _penalised(size), None
+
+    @pytest.mark.survives("LargeModel", 5)
+    @guarded("the second run reads it as it is by then: in a closure, or on the model")
+    def test_notices_what_is_changed_between_the_passes(self):
+        """Autograd refuses a saved tensor that has changed; a checkpoint saves what it is given."""
+        changes = {
+            "the input": lambda model, x, mask: x.detach().zero_(),
+            "the mask": lambda model, x, mask: mask.logical_not_(),
+            "a weight": lambda model, *_: model.layers[1].up.weight.detach().mul_(2),
+            "a bias": lambda model, *_: model.layers[0].up.bias.detach().mul_(2),
+            "the mode": lambda model, *_: model.eval(),
+            "a block's mode": lambda model, *_: model.layers[1].eval(),
+        }
+        for (what, spoil), size, frozen in product(changes.items(), (1, 2), "10"):
+            grad = frozen == "1"  # with block 0 frozen nothing before block 1 has a gradient
+            options = {"size": size, "masks": 1, "grad": grad}
+            options["frozen"] = partial(_in_blocks, frozen)
+            name = f"{what}, segments of {size}, frozen is {frozen}, x with gradient: {grad}"
+            yield name, *(large(**options, spoil=s) for s in (spoil, None))
+        held = []
+
+        def spoilt_between(loss):
+            loss.backward(retain_graph=True)
+            held[-1].layers[1].up.weight.detach().mul_(2)
+            loss.backward()
+
+        spoilt = large(spoil=lambda model, *_: held.append(model), backward=spoilt_between)
+        yield "a weight, between two backward passes", spoilt, large(backward=twice)
+
+    @pytest.mark.survives("LargeModel", 6)
+    @as_without("something made in __init__, or in a step, still holds the original's blocks")
+    def test_a_copy_is_a_model_of_its_own(self):
+        """facebookresearch/fairscale#816: a copy that goes on calling the original's blocks."""
+        for size in (1, 2):
+            yield f"segments of {size}", large(size=size, before=_copied), None
+
+    @pytest.mark.survives("LargeModel", 7)
+    @as_without("the switch, or the size, is read when the model is made and not when it runs")
+    def test_follows_switches_that_are_set_later(self):
+        yield "switched on", large(use=False, before=_then(use_checkpoint=True))
+        yield "switched off", large(before=_then(use_checkpoint=False)), 1
+        yield "segments of 2, then 1", large(size=2, before=_then(segment_size=1))
+        for name, value in (("segment_size", 1), ("use_checkpoint", False)):
+            spoil = lambda model, *_, given=(name, value): setattr(model, *given)  # noqa: E731
+            yield f"{name} between the passes", large(size=2, spoil=spoil), None
+
+    @pytest.mark.survives("LargeModel", "Raises")
+    def test_refuses_numbers_out_of_range(self, answer):
+        bad = {"num_layers": (0, -3), "hidden_dim": (0, -2), "dropout": (-0.25, 1.75)}
+        for name, values in {**bad, "segment_size": (0, -1, 6)}.items():
+            for value in values:
+                given = {"num_layers": 5, "hidden_dim": WIDTH, name: value}
+                call, when = partial(answer.LargeModel, **given), f"for LargeModel with {given}"
+                check_raises(call, ValueError, mentions=[value], when=when)
+
+    @pytest.mark.survives("LargeModel", 7)
+    @pytest.mark.parametrize("size", [0, -1, 4])
+    def test_refuses_a_size_out_of_range_that_is_set_later(self, answer, size):
+        for train, use in ((True, True), (False, True), (True, False)):
+            model = answer.LargeModel(3, WIDTH, use_checkpoint=use).train(train)
+
+            def call(model=model):
+                model.segment_size = size
+                model(torch.ones(SHAPE))
+
+            when = f"for segment_size={size}, set later, training: {train}, use_checkpoint: {use}"
+            check_raises(call, ValueError, mentions=[size], when=when)
+
+    @pytest.mark.survives("MemoryIntensiveBlock", "Raises")
+    @pytest.mark.parametrize("width", [0, -2])
+    def test_a_block_refuses_to_have_no_width(self, answer, width):
+        call, when = partial(answer.MemoryIntensiveBlock, width), f"for a width of {width}"
+        check_raises(call, ValueError, mentions=[width], when=when)
+
+    @pytest.mark.survives("LargeModel.forward", "Raises")
+    @pytest.mark.parametrize("train", [True, False], ids=["training", "eval"])
+    def test_refuses_wrong_shapes(self, answer, device, train):
+        model, x = answer.LargeModel(3, WIDTH).to(device).train(train), torch.ones(SHAPE).to(device)
+        for shape in ((3, 5, 23), (3, 5, 9), (5, WIDTH), (2, 3, 5, WIDTH)):
+            call, when = partial(model, x.new_ones(shape)), f"for x of shape {shape}"
+            check_raises(call, ValueError, mentions=[str(shape)[1:-1]], when=when)
+        for shape in ((5, 3), (5,), (3, 5, 1), (1, 5), (3, 1)):
+            call = partial(model, x, mask=x.new_ones(shape) > 0)
+            when, shown = f"for x of shape {SHAPE} and a mask of shape {shape}", str(shape)[1:-1]
+            check_raises(call, ValueError, mentions=[shown.rstrip(",")], when=when)
 
 
 def _first_in_eval(model):
     model.layers[0].eval()
     return model
+
+
+def _penalised(size):
+    """The gradient of a penalty on gradients, which torch.autograd.grad has given."""
+
+    def build(*given):
+        step = large(size=size)(*given)
+        leaves = [*step.model.parameters(), *step.leaves]
+
+        def backward(loss):
+            grads = torch.autograd.grad(loss, leaves, create_graph=True)
+            torch.stack([g.square().sum() for g in grads]).sum().backward()
+
+        step.backward = backward
+        return step
+
+    return build
+
+
+def _in_blocks(numbers, name):
+    return name.startswith(tuple(f"layers.{n}." for n in numbers))
+
+
+def _copied(model):
+    """A copy, with other weights, of a model that has made a step."""
+    stepped(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    return twin
+
+
+def _then(**values):
+    """Changes after a step."""
+
+    def before(model):
+        stepped(model)
+        for name, value in values.items():
+            setattr(model, name, value)
+        return model
+
+    return before

@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from kit.laws import draw
-from kit.laws.checks import SpecFailure, check_equal, check_raises
+from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import once, scenarios
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
     NORMS,
     Counting,
+    Nest,
     Noisy,
-    Resetting,
     call,
     chain,
     counting,
@@ -27,11 +26,8 @@ from specs.checkpointed_model.blocks import (
     recomputed,
     seen,
 )
-from specs.checkpointed_model.large import (
-    check_nothing_left,
-    large_inputs,
-)
-from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, never_wrong, twice
+from specs.checkpointed_model.large import check_nothing_left, large_inputs
+from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, never_wrong, twice
 
 FLOAT, INT = torch.float32, torch.int64
 # Dicts of other classes
@@ -56,7 +52,10 @@ def guarded(answer, device, name, late, spoil, args=(), kwargs=None):
         return chain(mixers, *args, **kwargs or {}, spoil=note, step=steps)
 
     mine = seen(step(True), answer.recompute, nothing, device, any_error=True)
-    return never_wrong(mine, lambda: once(name, lambda: seen(step(False), plain, nothing, device)))
+    true = once(name, lambda: seen(step(False), plain, nothing, device))
+    got, want = never_wrong(mine, lambda: true)
+    drawn = "numbers drawn after the backward pass"  # after an error too
+    return {"backward": got, drawn: mine[drawn]}, {"backward": want, drawn: true[drawn]}
 
 
 def failing(error, run, block, x):
@@ -90,8 +89,6 @@ class TestPart2RecomputeDetails:
     @recomputed("a kind of norm is not known, or one does something else when it runs again")
     def test_counts_each_batch_once(self):
         """pytorch/pytorch#96136: the second run counts the batch again."""
-        one = partial(normed, NORMS["BatchNorm1d"][1])
-        yield "one pass", chain(one, shape=(4, WIDTH, 3))
         for name, (dims, norm) in NORMS.items():
             yield name, chain(partial(normed, norm), passes=2, shape=(4, WIDTH, 3, 2, 2)[:dims])
 
@@ -101,23 +98,12 @@ class TestPart2RecomputeDetails:
         for name, make in {"generators": noisy, "buffers": counting}.items():
             yield f"three calls, {name}", chain(make, passes=3)
             yield f"two backward passes, {name}", chain(make, step={"backward": twice}), 3
-            for error in (ValueError, KeyboardInterrupt):
-                given = {"call": partial(failing, error), "step": {"backward": tried_again}}
-                yield f"backward again after {error.__name__}, {name}", chain(make, **given), 3
-
-    @pytest.mark.survives("recompute", 3)
-    @recomputed("tensors that come in another way are cut from the graph")
-    def test_tensors_anywhere_get_gradients(self):
-        yield "by keyword", chain(mixers, scale=FLOAT, shift=FLOAT)
-        yield "in containers by keyword", chain(mixers, a={"b": FLOAT, "c": [{"d": FLOAT}]})
-        yield "in a tuple by position", chain(mixers, FLOAT, (FLOAT, 2.5, None))
 
     @pytest.mark.survives("recompute", 3)
     @guarded("such a tensor is kept without being saved, so that nobody notices a change")
     def test_tensors_anywhere_are_guarded(self):
         tensors = {
             "x": (lambda _, x, args, kwargs: x,),
-            "by position": (lambda _, x, args, kwargs: args[0], (FLOAT,)),
             "integers": (lambda _, x, args, kwargs: args[0], (INT,)),
             "in a tuple": (lambda _, x, args, kwargs: args[0][1], ((None, FLOAT),)),
             "by keyword": (lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}),
@@ -135,54 +121,21 @@ class TestPart2RecomputeDetails:
     def test_containers_may_be_changed_afterwards(self):
         changed = lambda model, x, args, kwargs: args[0].update(b=2.0)  # noqa: E731
         yield "a dict of numbers", chain(mixers, {"b": 0.5}, spoil=changed)
-        yield "a dict with a tensor too", chain(mixers, {"a": FLOAT, "b": 0.5}, spoil=changed)
-        within = lambda model, x, args, kwargs: args[0][0].append(2.0)  # noqa: E731
-        yield "a list in a tuple", chain(mixers, ([0.5],), spoil=within)
         longer = lambda model, x, args, kwargs: kwargs["c"][0].append(2.0)  # noqa: E731
         yield "a list in a list, by keyword", chain(mixers, c=[[0.5]], spoil=longer)
         for kind, of in DICTS.items():
-            yield kind, chain(mixers, of(b=0.5), spoil=changed)
             yield f"{kind} with a tensor too", chain(mixers, of(a=FLOAT, b=0.5), spoil=changed)
 
     @pytest.mark.survives("recompute", 4)
-    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, "a_changed_argument"])
-    def test_puts_everything_back_after_an_error(self, answer, device, error):
-        with device:
-            noise, counts = Noisy(7), Counting()
-        model = nn.Sequential(noise, counts)
-        x, ran = draw.randn(*SHAPE, device=device, requires_grad=True), []
-        planted, scale = not isinstance(error, str), torch.ones(WIDTH, device=device)
-
-        def function(x, scale):
-            y = model(x) * scale
-            ran.append(1)
-            if len(ran) == 2 and planted:
-                raise error("planted")
-            return torch.tanh(y)
-
-        def now():
-            found = {f"buffer {name}": b.clone() for name, b in counts.named_buffers()}
-            found["the generator's state"] = noise.generators[0].get_state()
-            found |= {f"mode of {name}": m.training for name, m in model.named_modules()}
-            return found | {"torch's random state": torch.get_rng_state()}
-
-        y = answer.recompute(function, x, scale, state=[model, *noise.generators])
-        counts.eval()  # and the others are not
-        if not planted:
-            scale.mul_(2.0)
-        model(x)  # so that a second run ends elsewhere
-        before, came = now(), None
-        try:
-            y.sum().backward()
-        except SpecFailure:
-            raise
-        except (Exception, KeyboardInterrupt) as caught:
-            came = caught
-        if planted:
-            cause = "an error is kept from the caller, or another one made of it"
-            check_equal(repr(came), repr(error("planted")), "the error that comes out", cause=cause)
-        cause = "they are put back if all goes well: no finally; or train() takes children along"
-        check_equal(now(), before, "", cause=cause)
+    @recomputed("they are put back if all goes well: no finally; or a mode is left behind")
+    def test_puts_everything_back_after_an_error(self):
+        """The second run ends by an error, and the third one finds what was there before it."""
+        in_eval = lambda model, *_: model.order[0].inner[1].eval()  # noqa: E731
+        nest = lambda: [Nest(Counting(), nn.Dropout(0.25))]  # noqa: E731
+        for error in (ValueError, KeyboardInterrupt):
+            given = {"call": partial(failing, error), "step": {"backward": tried_again}}
+            yield f"{error.__name__}, generators", chain(noisy, **given), 3
+            yield f"{error.__name__}, buffers and modes", chain(nest, spoil=in_eval, **given), 3
 
     @pytest.mark.survives("recompute", 5)
     @recomputed("torch's checkpoint takes the function's keyword argument for its own")
@@ -228,14 +181,12 @@ class TestPart2RecomputeDetails:
         to_eval, to_training = (lambda model, *_, m=m: model.train(m) for m in (False, True))
         yield "in eval mode by then", chain(noisy, spoil=to_eval)
         yield "in training mode by then", chain(lambda: [Noisy(7).eval()], spoil=to_training)
-        yield "a train() of its own", chain(lambda: [Resetting()], spoil=to_eval)
+        yield "a train() of its own", chain(counting, spoil=to_eval)
         norm, shape = partial(normed, NORMS["in eval mode"][1]), (4, WIDTH, 3)
         yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
-        for back in (True, False):
-            name = f"in eval mode for a part of the function, put back: {back}"
-            given = {"call": partial(_part_in_eval, back)}
-            yield name, chain(noisy, **given)
-            yield f"{name}, two passes", chain(noisy, **given, step={"backward": twice}), 3
+        yield "in eval mode for a part of the function", chain(noisy, call=_part_in_eval)
+        again = chain(noisy, call=_part_in_eval, step={"backward": twice})
+        yield "in eval mode for a part of the function, two passes", again, 3
 
     @pytest.mark.survives("recompute", 10)
     def test_a_dropped_result_leaves_nothing(self, answer, device):
@@ -259,12 +210,10 @@ class TestPart2RecomputeDetails:
         check_equal(ran, [], "runs of the function", cause="state is checked too late")
 
 
-def _part_in_eval(back, run, block, x):
+def _part_in_eval(run, block, x):
     def function(x):
         y = block(x)
-        y = torch.tanh(block.eval()(y))
-        block.train(back)
-        return y
+        return torch.tanh(block.eval()(y))
 
     state = iter([block, *block.generators])  # an iterator: what is in a list keeps its mode
     return run(function, x, state=state)

@@ -6,27 +6,21 @@ from functools import partial
 import pytest
 import torch
 
-from kit.laws.checks import check, check_bar, check_raises
+from kit.laws.checks import check, check_raises
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
+    LATER,
     as_without,
-    check_nothing_left,
+    check_model,
     held,
     inside,
     large,
     large_inputs,
-    of_model,
     one_input,
     peak,
     replaced,
 )
-from specs.checkpointed_model.steps import WIDTH, see
-
-_SEGMENTS = (
-    "the recomputation of a segment holds all of its insides (its blocks are not checkpointed"
-    " again), a segment is left out, segment_size is not heeded, or inputs are in a cycle of"
-    " references, such as a function that calls itself, and stay until garbage is collected"
-)
+from specs.checkpointed_model.steps import see
 
 
 def cost(layers, size):
@@ -47,7 +41,7 @@ class TestPart3Segments:
     @pytest.mark.works("best_segment_size", "least")
     def test_no_other_size_needs_fewer_inputs(self, answer):
         """ceil(n / s) + s, compared with all s; for n = s * s only s itself is as good."""
-        for layers in (4, 9, 144, 10_000, *range(1, 201)):
+        for layers in (*range(1, 201), 10_000):
             size = answer.best_segment_size(layers)
             whole = isinstance(size, int) and 1 <= size <= layers
             said, cause = f"a whole number from 1 to {layers}", "it is no int, or beyond the layers"
@@ -65,17 +59,16 @@ class TestPart3Segments:
             yield f"{layers} blocks by {size}", layers, size
 
     @pytest.mark.exact("LargeModel", "same bits")
-    @as_without("a segment is left out, or runs with other numbers, or another mask")
+    @as_without(
+        "a segment is left out, or runs with other numbers, or another mask; or self.training, or"
+        " use_checkpoint, is not asked before segments are made"
+    )
     def test_segments_change_no_bit(self):
         yield "4 blocks by 4", large(4, size=4), None
         yield "7 blocks by 3, a mask", large(7, size=3, masks=1), None
         other = large(size=2, dropout=0.0, before=replaced)
         yield "a layer replaced by one with dropout", other, None
         yield "an empty batch", large(size=2, rows=0), None
-
-    @pytest.mark.exact("LargeModel", "runs")
-    @as_without("self.training, or use_checkpoint, is not asked before segments are made")
-    def test_segments_run_once_where_nothing_is_recomputed(self):
         yield "eval", large(5, size=3, train=False), 1
         yield "switched off", large(5, size=3, use=False), 1
         yield "no_grad", large(5, size=3, outer=torch.no_grad), 1
@@ -83,74 +76,32 @@ class TestPart3Segments:
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize(
         ("layers", "size", "case"),
-        [(12, 4, "x without gradient"), (13, 7, "plain"), (9, 2, "mask")],
+        [(12, 4, "x without gradient"), (13, 7, "plain"), (25, 5, "mask")],
     )
     def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size, case):
-        """(segments + s + 1) inputs + 1 inside; segments = ceil(num_layers / s).
-
-        13 by 7 leaves a last segment of 6 blocks, which counts as one.
-        """
-        read = partial(of_model, peak, case=case)
-        check_bar(
-            f"peak above the baseline, {layers} blocks by {size}, {case}",
-            read(answer, layers, size, device),
-            (cost(layers, size) + 1) * one_input(large_inputs(device)) + inside(answer, device),
-            plain=read(reference, layers, 0, device),
-            reference=read(reference, layers, size, device),
-            formula=f"({math.ceil(layers / size)} segments + {size} + 1) inputs + 1 inside",
-            cause=_SEGMENTS,
-            suspects={"segment_size is not heeded": lambda: read(answer, layers, 1, device)},
+        """13 by 7 leaves a last segment of 6 blocks, which counts as one. 25 blocks take only
+        2 * sqrt(25) + 1 inputs and an inside."""
+        limit = (cost(layers, size) + 1) * one_input(large_inputs(device)) + inside(answer, device)
+        formula = f"({math.ceil(layers / size)} segments + {size} + 1) inputs + 1 inside"
+        cause = (
+            "the recomputation of a segment holds all of its insides (its blocks are not"
+            " checkpointed again), a segment is left out, segment_size is not heeded, or inputs are"
+            " in a cycle of references, such as a function that calls itself, and stay until"
+            " garbage is collected"
         )
+        given = (limit, formula, answer, reference)
+        check_model(peak, layers, size, case, *given, device=device, cause=cause)
 
     @pytest.mark.saves("LargeModel", "segments")
-    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient"])
+    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient", LATER])
     def test_holds_one_input_a_segment_between_the_passes(self, answer, reference, device, case):
         """Two segments of 4: x is the baseline's, so one input and the output. The bar adds 1.
 
         Were 4 the number of segments, it would be 4 inputs.
         """
-        read = partial(of_model, held)
-        left_out = f"segments are left out in this case: {case}"
-        check_bar(
-            f"held between the passes, 8 blocks by 4, {case}",
-            read(answer, 8, 4, device, case),
-            3 * one_input(large_inputs(device)),
-            plain=read(reference, 8, 1, device, case),
-            reference=read(reference, 8, 4, device, case),
-            formula="(2 segments + 1) inputs; plain has a checkpoint a block",
-            cause="segment_size is the number of blocks in a segment, and not of segments",
-            suspects={left_out: lambda: read(answer, 8, 1, device, case)},
-        )
-
-    @pytest.mark.saves("LargeModel", "held")
-    def test_segments_hold_nothing_after_the_backward_pass(self, answer, device):
-        model, x = answer.LargeModel(5, WIDTH, segment_size=2).to(device), large_inputs(device)
-        check_nothing_left(model, x, lambda: model(x))
-
-    @pytest.mark.saves("LargeModel", "segments")
-    def test_grows_with_the_square_root_of_the_depth(self, answer, reference, device):
-        """With the best size at most 2 * sqrt(n) + 1 inputs are held, at 4 and at 25 blocks."""
-        unit, read = one_input(large_inputs(device)), partial(of_model, peak)
-        for n in (4, 25):
-            check_bar(
-                f"peak above the baseline, {n} blocks",
-                read(answer, n, answer.best_segment_size(n), device),
-                (2 * math.sqrt(n) + 1) * unit + inside(answer, device),
-                reference=read(reference, n, reference.best_segment_size(n), device),
-                formula="(2 sqrt(n) + 1) inputs + 1 inside",
-                cause=_SEGMENTS,
-            )
-
-    @pytest.mark.survives("LargeModel", 7)
-    def test_follows_a_segment_size_that_is_set_later(self, answer, device):
-        """8 blocks made for segments of 1, then 4: 2 inputs between the passes. The bar adds 1."""
-        model, x = answer.LargeModel(8, WIDTH).to(device), large_inputs(device)
-        model(x).sum().backward()
-        model.segment_size = 4
-        title = "held between the passes, 8 blocks, then by 4"
-        yours = held(model, x, lambda: model(x))
-        cause, formula = "segments are made with the model, or in a step", "(2 segments + 1) inputs"
-        check_bar(title, yours, 3 * one_input(x), formula=formula, cause=cause)
+        given = (3 * one_input(large_inputs(device)), "(2 segments + 1) inputs", answer, reference)
+        cause = "segment_size is the number of blocks in a segment, and not of segments"
+        check_model(held, 8, 4, case, *given, device=device, cause=cause)
 
     @pytest.mark.survives("best_segment_size", "Raises")
     @pytest.mark.parametrize("layers", [0, -4])

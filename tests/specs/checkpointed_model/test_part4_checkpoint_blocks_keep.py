@@ -2,19 +2,16 @@
 
 import copy
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Generator, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar, check_equal, check_raises
+from kit.laws.checks import check_bar
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import Block
-from kit.laws.untouched import observed
 from kit.private_torch import DispatchMode
 from specs.checkpointed_model.blocks import (
     Counting,
@@ -22,7 +19,9 @@ from specs.checkpointed_model.blocks import (
     Normed,
     chain,
     checkpointed,
-    failed,
+    counting,
+    refused,
+    two_noisy,
 )
 from specs.checkpointed_model.large import check_nothing_left, large_inputs, one_input, peak
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast
@@ -54,16 +53,8 @@ class Calls(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Means(Noisy):
-    """Two overloads of one operator: the mean over one dimension, and over all."""
-
-    def forward(self, x):
-        y = torch.tanh(self.up(x))
-        return x + torch.tanh(y * y.mean(-1, keepdim=True) * y.mean())
-
-
 class Choosing(Noisy):
-    """By results that are integers, and in part without gradients."""
+    """By results that are integers, in part without gradients; and two overloads of the mean."""
 
     def forward(self, x):
         y = torch.tanh(self.up(x))
@@ -71,7 +62,7 @@ class Choosing(Noisy):
         with torch.no_grad():
             scores = self.up(y)
             more = places + scores.argmax(-1, keepdim=True)
-        return x + torch.tanh(y * scores * best * more)
+        return x + torch.tanh(y * scores * best * more * y.mean(-1, keepdim=True) * y.mean())
 
 
 class Looking(Noisy):
@@ -84,32 +75,18 @@ class Looking(Noisy):
 
 
 class Written(Noisy):
-    """A matrix product's result is changed in place: inside, or by whom it is returned to."""
-
-    def result(self, x):
-        return self.up(x)
+    """Results of a product and of a norm are changed in place: inside, or by the caller."""
 
     def forward(self, x):
-        y = self.result(x)
+        y = self.up(x)
         half = y.mul_(0.5) if self.rate else y * 0.5
-        return y, torch.tanh(half)
-
-
-class WrittenNorm(Written):
-    """So is the first of several results of one operation."""
-
-    def result(self, x):
-        return F.layer_norm(self.up(x), (WIDTH,))
+        z = F.layer_norm(half, (WIDTH,))
+        return y, z, torch.tanh(z.mul_(0.5) if self.rate else z * 0.5)
 
 
 def doubled(run, block, x):
-    y, more = block(x)
-    return y.mul_(2.0), more
-
-
-def _with_generators(run, block, x):
-    one, other = (Generator(x.device).manual_seed(seed) for seed in (1, 2))
-    return block(x, one, one, noise=other, more=other)
+    y, z, more = block(x)
+    return y.mul_(2.0), z.mul_(2.0), more
 
 
 def transformer():
@@ -147,13 +124,15 @@ class TestPart4CheckpointBlocksKeep:
     @checkpointed("what is held is not what the first run computed, or statistics count twice")
     def test_keep_changes_no_bit(self):
         yield "gpt2", stranger(), [3], 2, DEAR
-        yield "dropout", chain(lambda: [Noisy(), Noisy()]), [2], 2, DEAR
-        yield "counters", chain(lambda: [Counting()]), [1], 2, DEAR
+        yield "dropout", chain(two_noisy), [2], 2, DEAR
+        yield "counters", chain(counting), [1], 2, DEAR
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
         yield "batch norm", norm, [1], 2, DEAR
         yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
         yield "choices", chain(lambda: [Choosing()]), [1], 2, CHOICE
-        yield "after an error in a block", chain(lambda: [Noisy()], later=failed), [1], 2, DEAR
+        for dtype in HALVES:
+            step = {"outer": autocast(dtype)}
+            yield f"{dtype}", chain(two_noisy, step=step), [2], 2, DEAR
 
     @pytest.mark.survives("checkpoint_blocks", 6)
     @checkpointed("what draws is held like the rest, and the draws after it are others")
@@ -161,8 +140,6 @@ class TestPart4CheckpointBlocksKeep:
         twice = lambda run, block, x: block(x, None, block.first)  # noqa: E731
         for op in (ATEN.rand.generator, ATEN.bernoulli.default):  # the other draws on
             yield f"{op} draws", chain(lambda: [Noisy(7)], call=twice), [1], 2, [op]
-        given = chain(lambda: [Noisy()], call=_with_generators)
-        yield "arguments draw, each twice", given, [1], 2, [ATEN.bernoulli.default]
         yield "attention draws", chain(lambda: [Looking()]), [1], 2, ATTENTION  # one op on CUDA
 
     @pytest.mark.survives("checkpoint_blocks", 6)
@@ -175,31 +152,9 @@ class TestPart4CheckpointBlocksKeep:
         yield "attention", transformer, ATTENTION, seen
         plain = lambda: [Looking(rate=0.0)]  # noqa: E731
         yield "attention without a mask", plain, ATTENTION, [ADDMM, *ATTENTION]
-        for kept in ([dim], [full]):
-            yield f"the overload {kept[0]}", lambda: [Means()], kept, [dim, full, ADDMM]
-        for kept in ([TOPK, ARGMAX], [ADDMM]):
-            yield f"choices, of them {kept[0]}", lambda: [Choosing()], kept, CHOICE
+        for kept in ([dim], [full], [TOPK, ARGMAX], [ADDMM]):
+            yield f"of them {kept[0]}", lambda: [Choosing()], kept, [dim, full, *CHOICE]
         yield "in a copy", transformer, MATMULS, seen, None, copy.deepcopy
-
-    @pytest.mark.survives("checkpoint_blocks", 6)
-    def test_runs_no_matrix_product_again(self, answer, device):
-        """FLOPs of forward and backward together; beyond the plain model's they are recomputed."""
-        totals, x = {}, large_inputs(device)
-        for name, keep in {"plain": None, "all": (), "dear": answer.DEAR}.items():
-            model = nn.Sequential(*transformer()).to(device)
-            if keep is not None:
-                answer.checkpoint_blocks(model, Block, keep=keep)
-            # Around both: a mode in the forward pass alone would see other operations than the
-            # recomputation.
-            with FlopCounterMode(display=False) as flops:
-                model(x).square().mean().backward()
-            totals[name] = flops.get_total_flops()
-        more = totals["all"] - totals["plain"]
-        said, cause = "FLOPs that run again without keep", "nothing is recomputed"
-        check(more > 0, expected=said, got=more, cause=cause)
-        cause = "keep is not heeded, or what it keeps is recomputed all the same"
-        left = totals["dear"] - totals["plain"]
-        check_equal(left, 0, f"FLOPs that run again with keep=DEAR, of {more}", cause=cause)
 
     @pytest.mark.survives("checkpoint_blocks", 6)
     def test_holds_less_than_the_plain_model(self, answer, reference, device):
@@ -234,13 +189,6 @@ class TestPart4CheckpointBlocksKeep:
         for dtype in HALVES:
             yield f"{dtype}", transformer, MATMULS, [ADDMM, GELU], dtype
 
-    @pytest.mark.survives("checkpoint_blocks", 7)
-    @checkpointed("the second run is without autocast, or has its default dtype")
-    def test_keep_changes_no_bit_under_autocast(self):
-        for dtype in HALVES:
-            step = {"outer": autocast(dtype)}
-            yield f"{dtype}", chain(lambda: [Noisy(), Noisy()], step=step), [2], 2, DEAR
-
     @pytest.mark.survives("checkpoint_blocks", 8)
     @checkpointed("calls share contexts, or overwrite what another one holds")
     def test_what_is_kept_is_not_shared(self):
@@ -249,21 +197,20 @@ class TestPart4CheckpointBlocksKeep:
             yield f"thrice in a row, {name}", chain(lambda make=make: [make()] * 3), [1], 2, DEAR
 
     @pytest.mark.survives("checkpoint_blocks", 8)
-    @pytest.mark.parametrize("keep", [[], DEAR], ids=["nothing", "dear"])
-    def test_a_call_leaves_nothing(self, answer, device, keep):
+    def test_a_call_leaves_nothing(self, answer, device):
         model, x = nn.Sequential(*transformer()).to(device), large_inputs(device)
-        answer.checkpoint_blocks(model, Block, keep=keep)
+        answer.checkpoint_blocks(model, Block, keep=DEAR)
         check_nothing_left(model, x, lambda: model(x))
 
     @pytest.mark.survives("checkpoint_blocks", 9)
     @checkpointed("what is held is changed and nobody looks")
     def test_notices_a_change_of_what_is_held(self):
         rows = (5, WIDTH)  # of more dimensions nn.Linear may return a view of what is held
-        for kind, keep in ((Written, DEAR), (WrittenNorm, [NORM])):
-            inside = chain(lambda kind=kind: [kind()], shape=rows)
-            yield f"changed in the block, {kind.__name__}", inside, "or an error", 2, keep
-            later = chain(lambda kind=kind: [kind(rate=0)], shape=rows, call=doubled)
-            yield f"changed later, {kind.__name__}", later, "or an error", 2, keep
+        for keep in (DEAR, [NORM]):  # a norm has several results
+            inside = chain(lambda: [Written()], shape=rows)
+            yield f"changed in the block, {keep[0]}", inside, "or an error", 2, keep
+            later = chain(lambda: [Written(rate=0)], shape=rows, call=doubled)
+            yield f"changed later, {keep[0]}", later, "or an error", 2, keep
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize(
@@ -274,10 +221,5 @@ class TestPart4CheckpointBlocksKeep:
     def test_refuses_to_keep_what_is_no_overload(self, answer, bad):
         """pytorch/pytorch#176065: aten.mm, without .default, matches no operation."""
         model, when = nn.Sequential(*transformer()), f"for {bad!r} in keep, which is no overload"
-        before = observed(model)
         for keep in ([bad], [ADDMM, bad], [bad, ADDMM]):
-            call = partial(answer.checkpoint_blocks, model, Block, keep=keep)
-            check_raises(call, TypeError, mentions=["addmm"], when=when)
-        changed = [key for key, value in observed(model).items() if value != before[key]]
-        cause = "something has been changed before everything was looked at"
-        check_equal(changed, [], f"what is otherwise after the refusal {when}", cause=cause)
+            refused(answer, model, Block, TypeError, "addmm", when, keep=keep)
