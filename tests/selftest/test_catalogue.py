@@ -129,6 +129,13 @@ def test_entries_with_the_same_spec_and_words_say_what_differs(kata: Kata) -> No
 
 
 @KATAS
+def test_the_spec_that_catches_a_mistake_is_there(kata: Kata) -> None:
+    specs = "\n".join(path.read_text(encoding="utf-8") for path in kata.specs.glob("test_*.py"))
+    there = set(re.findall(r"def (test_\w+)", specs))
+    assert [m.name for m in catalogue(kata)[0] if m.spec not in there] == []
+
+
+@KATAS
 def test_a_verdict_names_the_function_of_the_mistake(kata: Kata) -> None:
     reference, functions = kata.solution.read_text(encoding="utf-8"), _functions(kata)
     elsewhere = []

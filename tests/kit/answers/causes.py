@@ -14,6 +14,7 @@ from kit.answers.marks import clause_of
 from kit.catalog import find_kata
 
 LEAST = 80  # percent
+_WHOLE = 0.9  # of the entries, for some need a GPU; fewer are a choice of somebody's
 
 
 def note(item: pytest.Item, kata: str, mistake: Entry, error: Exception) -> None:
@@ -46,7 +47,7 @@ class Causes:
             + ", ".join(sorted(name for name, is_named in named.items() if not is_named))
             for kata, named in self._named.items()
             if _percent(named) < LEAST
-            and named.keys() == {entry.name for entry in catalogue(find_kata(kata))[0]}
+            and len(named) >= _WHOLE * len(catalogue(find_kata(kata))[0])
         ]
         if self._complaints and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
