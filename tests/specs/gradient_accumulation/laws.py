@@ -12,16 +12,9 @@ import torch
 from kit.laws.law import Law
 from kit.laws.trace import Trace, World
 from specs.gradient_accumulation import oracle
-from specs.gradient_accumulation.epochs import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    SIXTEEN_BITS,
-    epoch,
-)
-from specs.gradient_accumulation.scenarios import ACCUMULATE, window
+from specs.gradient_accumulation.epochs import EPOCHS, FLOAT16, SIXTEEN_BITS, epoch
+from specs.gradient_accumulation.scenarios import ACCUMULATE, Rows, window
 from specs.gradient_accumulation.tokens import TOKENS, tokens
-from specs.gradient_accumulation.twists import Rows
 
 
 def _broke_off(want: Trace, w: World) -> bool:
@@ -150,7 +143,6 @@ OF_TOKENS = _law(
 OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, *["windows"] * 4)
 _add(ACCUMULATED, ACCUMULATE)
 _add(OF_TOKENS, TOKENS)
-_add(OF_AN_EPOCH, FLOAT32)
+_add(OF_AN_EPOCH, EPOCHS)
 _add(OF_AN_EPOCH, SIXTEEN_BITS, "bf16", "fp16")
-_add(OF_AN_EPOCH, BFLOAT16, "bf16")
 _add(OF_AN_EPOCH, FLOAT16, "fp16")

@@ -20,14 +20,19 @@ from kit.laws.twists import (
     foreign,
     frozen,
     in_unusual_modes,
-    put,
     stale,
     trained_before,
     unused,
 )
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.laws import FREE, rounding
-from specs.gradient_accumulation.scenarios import IN_AUTOCAST
+from specs.gradient_accumulation.scenarios import (
+    IN_AUTOCAST,
+    in_default_dtype,
+    in_float64,
+    runs_before_the_step,
+    tag,
+)
 from specs.gradient_accumulation.tokens import (
     NO_TOKENS,
     UNEQUAL,
@@ -37,14 +42,6 @@ from specs.gradient_accumulation.tokens import (
     masked,
     tokens,
     transposed,
-)
-from specs.gradient_accumulation.twists import (
-    in_default_dtype,
-    in_float64,
-    runs_before_the_step,
-    tag,
-    transposed_weights,
-    zero_gradients,
 )
 
 CPU = torch.device("cpu")
@@ -59,7 +56,6 @@ class Plan:
     bad: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     refused: bool = False
     ignore_index: int = -100
-    again: bool = False  # the last micro-batch of each rank comes twice
     own_group: bool = False  # each rank's model has a process group of that rank alone
     bucket_view: bool = False  # gradients are parts of DDP's buckets
 
@@ -92,69 +88,51 @@ UNREADABLE = "a micro-batch on a broken disk"
 SHAPES = NO_TOKENS["another length"]
 GROUPS: dict[str, dict[str, Plan]] = {
     "divisor": {
-        "12 tokens and 1": Plan((((3, 4, 12),), ((4, 3, 1),))),
         "1 micro-batch and 3": Plan((((2, 5, 6),), ((1, 4, 3), (3, 3, 8), (2, 2, 1)))),
         "2,049 tokens and 4, frozen weights in bfloat16, which is the default dtype": Plan(
             (((3, 700, 2049),), ((1, 4, 4),)),
             (frozen_in_bfloat16, in_default_dtype(torch.bfloat16)),
         ),
         "infinite losses": Plan((((3, 4, 12),), ((4, 3, 1),)), (masked,)),
-        "the same micro-batch again": Plan(UNEVEN, again=True),
         "a model in float16": Plan(UNEVEN, in_sixteen_bits(torch.float16)),
         "ignore_index 0, logits transposed": Plan(UNEVEN, (transposed,), ignore_index=0),
         "ignore_index 255": Plan(UNEVEN, ignore_index=255),
     },
     "no labels": {
-        "a rank without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 3, 0),)),
-        "the other rank without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
+        "rank 0 without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
-        "a rank without labels, frozen weights, and one length": _unlabelled(
+        "rank 1 without labels, frozen weights, and one length": _unlabelled(
             ((3, 4, 12), (1, 4, 2)), ((2, 4, 0),), twists=(frozen, fixed_length, tag("frozen"))
         ),
     },
     "older": {
         "stale gradients": Plan(UNEVEN, (stale, trained_before)),
         "stale gradients in buckets": Plan(SEVERAL, (stale, unused), bucket_view=True),
-        "a parameter without a gradient": Plan(UNEVEN, (unused,)),
         "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
         "inside the caller's autocast": Plan(SEVERAL, (*IN_AUTOCAST, runs_before_the_step)),
-        "gradients of zero, and transposed weights": Plan(
-            UNEVEN, (zero_gradients, transposed_weights, trained_before)
+        "eval mode, and other modes of torch than usual": Plan(
+            UNEVEN, (in_unusual_modes, lambda w: w.model.eval())
         ),
-        "other modes of torch than usual": Plan(SEVERAL, (in_unusual_modes,)),
-        "eval mode": Plan(UNEVEN, (lambda w: w.model.eval(),)),
     },
     "after errors": {
-        name: Plan(SEVERAL, (*twists, tag("retried")))
-        for name, *twists in (
-            ("the model fails in float64, and the next call", in_float64, fails("model", 2)),
-            ("Ctrl-C in the model, and the next call", fails("model", 1, PlantedInterrupt)),
-            ("the model fails, a foreign parameter", foreign, fails("model", 2), tag("foreign")),
-        )
+        "the model fails in float64, and the next call": Plan(
+            SEVERAL, (in_float64, fails("model", 2), tag("retried"))
+        ),
+        "Ctrl-C in the model, a foreign parameter, and the next call": Plan(
+            SEVERAL, (foreign, fails("model", 1, PlantedInterrupt), tag("retried", "foreign"))
+        ),
     },
     "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "bad": {
-        **{
-            f"{kind}, on rank {rank}": _bad({rank: NO_TOKENS[kind]})
-            for kind, rank in (
-                ("as many elements", 1),
-                ("no length", 0),
-                ("one tensor of two rows", 1),
-            )
-        },
-        **{f"no micro-batch on rank {rank}": _bad({rank: NOTHING}) for rank in (0, 1)},
-        **{f"data that cannot be read on rank {n}": _bad({n: (UNREADABLE,)}) for n in (0, 1)},
+        "as many elements, on rank 1": _bad({1: NO_TOKENS["as many elements"]}),
+        "no length, on rank 0": _bad({0: NO_TOKENS["no length"]}),
+        "one tensor of two rows, on rank 1": _bad({1: NO_TOKENS["one tensor of two rows"]}),
+        "no micro-batch on rank 1": _bad({1: NOTHING}),
+        "data that cannot be read on rank 1": _bad({1: (UNREADABLE,)}),
         "a window that cannot be read on rank 0": _bad({0: (UNREADABLE,)}, ((), UNEQUAL)),
-        "a window that cannot be read on rank 1": _bad({1: (UNREADABLE,)}, (UNEQUAL, ())),
-        "two shapes on rank 0, under the caller's no_grad": Plan(
-            UNEVEN, (trained_before, put(inside=[torch.no_grad])), {0: SHAPES}, refused=True
-        ),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
     },
-    "names": {
-        "bad on both ranks": _bad({0: SHAPES, 1: NOTHING}),
-        "two shapes on rank 1": _bad({1: SHAPES}),
-    },
+    "names": {"bad on both ranks": _bad({0: SHAPES, 1: NOTHING})},
 }
 PLANS = {name: plan for group in GROUPS.values() for name, plan in group.items()}
 
@@ -163,8 +141,6 @@ def windows(plan: Plan) -> list[list[Any]]:
     """Each rank's window; no two have the same data."""
     seeds = enumerate(plan.windows, 5)
     made = [labelled(shapes, plan.ignore_index, seed) for seed, shapes in seeds]
-    if plan.again:
-        made = [[*window, window[-1]] for window in made]
     for rank, (batch, *_) in plan.bad.items():
         made[rank] = [] if batch is None else [*made[rank], batch]
     return made

@@ -39,7 +39,6 @@ class TestPart1Accumulate:
                 "every micro-batch is taken to be as large as the first": [6.0, -3.0],
                 "a hard-coded divisor of 4": [2.5, 1.0],
                 "a step for each micro-batch": [2.4375, 0.0],
-                "a step before the last gradient is there": [2.4375, 1.5],
                 "no step was taken": [3.0, 3.0],
             },
         )
@@ -48,10 +47,6 @@ class TestPart1Accumulate:
     def test_gradients_and_loss_are_those_of_the_window_in_one_batch(self, answer, device):
         """An average of averages lived in frameworks for years (huggingface/transformers#24725)."""
         ACCUMULATED.hold(answer, device, "window")
-
-    @pytest.mark.exact("accumulate", "gradients")
-    def test_older_gradients_do_not_count(self, answer, device):
-        ACCUMULATED.hold(answer, device, "older")
 
     @pytest.mark.exact("accumulate", "step")
     def test_steps_once_with_the_whole_windows_gradients(self, answer, device):

@@ -62,10 +62,6 @@ class TestPart2AccumulateTokens:
     def test_steps_once_with_the_gradients_of_this_window(self, answer, device):
         OF_TOKENS.hold(answer, device, "window")
 
-    @pytest.mark.exact("accumulate_tokens", "window")
-    def test_runs_the_model_once_on_each_micro_batch_of_tokens(self, answer, device):
-        OF_TOKENS.hold(answer, device, "modes")
-
     @pytest.mark.saves("accumulate_tokens", "window")
     @memory.CASES_OF_TOKENS
     def test_a_window_of_tokens_peaks_as_one_micro_batch(self, answer, reference, device, case):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,21 @@ from torch import Tensor, nn
 from kit.laws import draw
 from kit.laws.trace import Probe, World
 from kit.laws.twists import Twist, option, put, refused, stale, trained_before
-from specs.gradient_accumulation import scenarios as of_samples
-from specs.gradient_accumulation.scenarios import bad
-from specs.gradient_accumulation.twists import Row, Rows, only, refilled, repeated, tag
+from specs.gradient_accumulation.scenarios import (
+    AUTOCAST,
+    ERRORS,
+    FOREIGN,
+    MODES,
+    NO_GRADIENT,
+    NOTHING,
+    OLDER,
+    STEPS,
+    UNUSUAL,
+    Row,
+    Rows,
+    bad,
+    tag,
+)
 
 CLASSES = 5
 Shapes = Sequence[tuple[int, int, int]]
@@ -62,6 +75,16 @@ def adapter(w: World) -> None:
     w.model.register_forward_hook(lambda _, args, logits: logits + shift)
 
 
+def refilled(w: World) -> None:
+    """The next window comes in the same tensors."""
+
+    def visit(place: str) -> None:
+        for tensor in itertools.chain(*w.batches) if place == "next window" else ():
+            tensor[:, 1:] = tensor[:, :1]
+
+    w.visits, w.tags = visit, {*w.tags, "twice"}
+
+
 def transposed(w: World) -> None:
     """Logits lie in memory as a convolution leaves them."""
     w.model.register_forward_hook(lambda _, args, logits: logits.mT.contiguous().mT)
@@ -77,7 +100,7 @@ def masked(w: World) -> None:
 def in_sixteen_bits(dtype: torch.dtype, cost: float = 1e4) -> Row:
     """A label costs `cost` and some 0.6, or little if it is the last class.
 
-    Seven times 10,000 is no number of float16, and 2048.6 is none either.
+    Seven times 10,000 is no number of float16.
     """
 
     def twist(w: World) -> None:
@@ -114,44 +137,39 @@ NO_TOKENS: dict[str, tuple[Any, ...]] = {
     "three tensors": ((ids(2, 3), ids(2, 3), ids(2, 3)),),
     "one tensor of two rows": (ids(2, 3),),
 }
-NO_LABEL: Rows = {
-    f"no label in any place, ignore_index {n}": refused(
-        of((2, 3, 0), (1, 5, 0), ignore_index=n), option(ignore_index=n), mentions=("0",)
-    )
-    for n in (-100, 2)
-}
 TOKENS: dict[str, Rows] = {
     "divisor": {
         "12, 6, 3 and 1 labelled tokens": (),
-        "one micro-batch": (only(1),),
         "2,049 of 2,400 tokens labelled": (of((4, 600, 2049), (1, 4, 4)),),
-        "12 micro-batches": (of(*[(2, n, n) for n in range(1, 13)]),),
-        "the same micro-batch again": (repeated,),
         "the same tensors, filled anew": (refilled, tag("no labels")),
-        "infinite losses": (masked,),
     },
     "16 bits": {
         "a model in float16": in_sixteen_bits(torch.float16),
         "a model in bfloat16": in_sixteen_bits(torch.bfloat16, 50.0),
-        "in float16, with losses of 2,048 and some": in_sixteen_bits(torch.float16, 2048.0),
     },
     "ignore_index": {
         f"ignore_index {n}, {len(window)} of the micro-batches": (
             of(*window, ignore_index=n),
             option(ignore_index=n),
         )
-        for n in (0, -1, -7, 255)
+        for n in (0, -1, 255)
         for window in (UNEQUAL, UNEQUAL[1:2])
     },
-    "window": of_samples.STEPS | of_samples.OLDER | {"an adapter": (adapter, trained_before)},
-    "modes": of_samples.MODES,
-    "unusual": of_samples.UNUSUAL,
-    "no labels": {f"no label in micro-batch {at + 1}": no_labels(at) for at in (0, 1, 3)}
-    | {"one label in all": (of((2, 3, 0), (1, 4, 1), (3, 2, 0)), tag("no labels"))},
+    "window": STEPS | OLDER | MODES | {"an adapter": (adapter, trained_before)},
+    "unusual": UNUSUAL,
+    "no labels": {
+        "no label in the first micro-batch": no_labels(0),
+        "no label in the last micro-batch": no_labels(3),
+        "one label in all": (of((2, 3, 0), (1, 4, 1), (3, 2, 0)), tag("no labels")),
+    },
     "strides": {
         "logits transposed": (transposed,),
         "as many places as classes": (of((1, 5, 3), (3, 5, 8)), transposed),
     },
-    "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS | of_samples.AUTOCAST,
-    "bad": {**bad(NO_TOKENS, 0, 1, 3), **of_samples.NOTHING, **NO_LABEL},
+    "others": {**NO_GRADIENT, **FOREIGN, **ERRORS, **AUTOCAST},
+    "bad": {
+        **bad(NO_TOKENS, 0, 1, 3),
+        **NOTHING,
+        "no label in any place": refused(of((2, 3, 0), (1, 5, 0)), mentions=("0",)),
+    },
 }
