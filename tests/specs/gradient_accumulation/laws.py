@@ -6,7 +6,7 @@ import torch
 
 from kit.laws.law import Law
 from specs.gradient_accumulation import oracle
-from specs.gradient_accumulation.scenarios import epoch, window
+from specs.gradient_accumulation.scenarios import epoch, regression
 from specs.gradient_accumulation.tokens import tokens
 
 
@@ -122,6 +122,8 @@ def _epoch(answer, w):
 
 A_WINDOW = clauses("gradients", "step", "passes", 4)
 OF_TOKENS = clauses("divisor", "window", "window", 4)
-ACCUMULATED = law(_accumulate, oracle.accumulate, window, WINDOW_FREE, A_WINDOW)
+ACCUMULATED = law(
+    _accumulate, oracle.accumulate, partial(regression, 9, 1, 4), WINDOW_FREE, A_WINDOW
+)
 TOKENS = law(_tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, OF_TOKENS)
 EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, clauses(*["windows"] * 4))

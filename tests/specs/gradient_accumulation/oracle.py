@@ -2,7 +2,6 @@
 
 import copy
 from collections import namedtuple
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -130,20 +129,14 @@ def _window(w, window):
 
 def _backward(w, inputs, targets, samples):
     """Add the gradients of these samples' part of the window's mean; the part."""
-    with _autocast(w, enabled=True):
+    half = w.dtype != torch.float32
+    with torch.autocast(w.device.type, w.dtype, enabled=half):
         output = w.model(inputs)
-        loss = w.loss_fn(output if w.dtype == torch.float32 else output.float(), targets)
+        loss = w.loss_fn(output.float() if half else output, targets)
     part = loss * len(inputs) / samples
-    with _autocast(w, enabled=False):
+    with torch.autocast(w.device.type, enabled=False):
         (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
     return part.detach().float()
-
-
-def _autocast(w, *, enabled):
-    """In 16 bits; in float32 that of the caller stays."""
-    if w.dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(w.device.type, w.dtype, enabled=enabled)
 
 
 def _add(part):

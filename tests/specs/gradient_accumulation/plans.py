@@ -11,24 +11,11 @@ from kit.laws.law import Law
 from kit.laws.suspects import suspects
 from kit.laws.trace import PlantedInterrupt, World, observe
 from kit.laws.twists import fails, foreign, frozen, stale
-from specs.gradient_accumulation import oracle
+from specs.gradient_accumulation import oracle, scenarios
+from specs.gradient_accumulation import tokens as of_tokens
 from specs.gradient_accumulation.laws import FREE, law
-from specs.gradient_accumulation.scenarios import (
-    IN_AUTOCAST,
-    in_default_dtype,
-    in_float64,
-    runs_before_the_step,
-    tag,
-)
-from specs.gradient_accumulation.tokens import (
-    IN_FLOAT16,
-    NO_TOKENS,
-    UNEQUAL,
-    labelled,
-    masked,
-    tokens,
-    transposed,
-)
+from specs.gradient_accumulation.scenarios import IN_AUTOCAST, in_float64, runs_before_the_step, tag
+from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, labelled, masked, tokens
 
 CPU = torch.device("cpu")
 
@@ -58,12 +45,6 @@ def _unlabelled(*windows, more=()):
     return Plan(windows, (*more, masked, stale, tag("no labels")), ignore_index=4)
 
 
-def frozen_in_bfloat16(w):
-    """As where only an adapter is trained."""
-    w.model[0].to(torch.bfloat16).requires_grad_(False)
-    w.model[0].register_forward_hook(lambda _, args, out: out.float())
-
-
 def fixed_length(w):
     """The model has a weight for each of four places, and takes no other length."""
     w.model.places = torch.nn.Parameter(torch.linspace(0.5, 2.0, 4)[:, None])
@@ -73,13 +54,12 @@ def fixed_length(w):
 GROUPS = {
     "divisor": {
         "1 micro-batch and 3": Plan((((2, 5, 6),), ((1, 4, 3), (3, 3, 8), (2, 2, 1)))),
-        "2,049 tokens and 4, frozen weights in bfloat16, which is the default dtype": Plan(
+        "2,049 tokens and 4, a model in bfloat16, which is the default dtype": Plan(
             (((3, 700, 2049),), ((1, 4, 4),)),
-            (frozen_in_bfloat16, in_default_dtype(torch.bfloat16)),
+            (of_tokens.IN_BFLOAT16, scenarios.in_default_dtype(torch.bfloat16)),
         ),
         "infinite losses": Plan((((3, 4, 12),), ((4, 3, 1),)), (masked,)),
-        "a model in float16": Plan(UNEVEN, (IN_FLOAT16,)),
-        "ignore_index 0, logits transposed": Plan(UNEVEN, (transposed,), ignore_index=0),
+        "ignore_index 0, logits transposed": Plan(UNEVEN, (of_tokens.transposed,), ignore_index=0),
         "ignore_index 255": Plan(UNEVEN, ignore_index=255),
     },
     "no labels": {

@@ -94,7 +94,7 @@ def averages(answer, rank):
     return seen
 
 
-def sent(answer, rank, count):
+def sent(answer, rank):
     """What a rank sends in the third window, and how much of it DDP's backward pass sends.
 
     In the second window DDP also arranges its buckets anew.
@@ -112,7 +112,7 @@ def sent(answer, rank, count):
 
     model.register_comm_hook(None, hook)
     model.register_forward_pre_hook(lambda *_: order.append("forward"))
-    shapes = [*UNEQUAL, *UNEQUAL][rank : rank + count]
+    shapes = [*UNEQUAL, *UNEQUAL][rank : rank + 4]
     *first, last = [labelled(shapes, seed=10 * n + rank) for n in range(3)]
     last[-2:] = [last[-1]] * len(last[-2:])  # the same micro-batch twice, which is not known by it
     for window in first:

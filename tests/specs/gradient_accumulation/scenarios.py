@@ -8,29 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kit.laws import draw
+from kit.laws import draw, twists
 from kit.laws.precisions import default_dtype
 from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
-from kit.laws.twists import (
-    Pair,
-    fails,
-    foreign,
-    frozen,
-    in_unusual_modes,
-    insert,
-    inside_autocast,
-    joins,
-    loss_with_a_parameter,
-    put,
-    refused,
-    stale,
-    trained_before,
-    unused,
-)
-
-
-def window():
-    return regression(9, 1, 4)
+from kit.laws.twists import fails, foreign, insert, put, refused, trained_before, unused
 
 
 def epoch():
@@ -94,7 +75,7 @@ def norm_first(w):
 
 def pairs(w):
     """A tuple of micro-batches, in lists and named tuples in turn, as a DataLoader makes them."""
-    makers = itertools.cycle([list, Pair._make])
+    makers = itertools.cycle([list, twists.Pair._make])
     w.after.append(lambda w: put(batches=(*(next(makers)(b) for b in w.batches),))(w))
 
 
@@ -193,9 +174,9 @@ def with_autocast_off(w):
 
 # Rows of several specs, as they yield them.
 MODES = [
-    ("dropout in train mode", insert(lambda: nn.Dropout(0.5))),
-    ("dropout in eval mode", insert(lambda: nn.Dropout(0.5), train=False)),
-    ("one layer in eval mode", insert(lambda: nn.Dropout(0.5), layer_train=False)),
+    ("dropout in train mode", insert(nn.Dropout)),
+    ("dropout in eval mode", insert(nn.Dropout, train=False)),
+    ("one layer in eval mode", insert(nn.Dropout, layer_train=False)),
 ]
 STEPS = [
     ("Adam", put(adam={"lr": 0.01}), trained_before),
@@ -205,13 +186,13 @@ STEPS = [
 UNUSUAL = [
     ("a model in float64", in_float64, trained_before),
     ("a default dtype of float64", in_default_dtype(torch.float64)),
-    ("other modes of torch than usual", in_unusual_modes),
+    ("other modes of torch than usual", twists.in_unusual_modes),
     ("pairs in lists and named tuples", pairs),
     ("a reentrant checkpoint", insert(Checkpointed)),
     ("gradients of zero, and weight decay", zero_gradients, trained_before),
 ]
 LOSSES = [
-    ("a loss with a parameter", loss_with_a_parameter, trained_before),
+    ("a loss with a parameter", twists.loss_with_a_parameter, trained_before),
     ("inputs made with a parameter", inputs_with_a_parameter),
     ("a loss in eval mode, a model in train mode", loss_in_mode(False)),
     ("a loss in train mode, a model in eval mode", loss_in_mode(True)),
@@ -224,12 +205,12 @@ LOSSES = [
 ]
 NO_GRADIENT = ("a parameter without a gradient", unused)
 FOREIGN = [
-    ("a frozen parameter", frozen, stale, tag("frozen")),
+    ("a frozen parameter", twists.frozen, twists.stale, tag("frozen")),
     ("a foreign parameter", foreign, tag("foreign")),
     ("a gradient that another optimizer will step on", unused, gradient_of_another()),
-    ("a layer that joins after the window before", joins, tag("twice")),
+    ("a layer that joins after the window before", twists.joins, tag("twice")),
 ]
-IN_AUTOCAST = inside_autocast(torch.bfloat16), tag("the caller's autocast")
+IN_AUTOCAST = twists.inside_autocast(torch.bfloat16), tag("the caller's autocast")
 AUTOCAST = [
     ("inside the caller's autocast", *IN_AUTOCAST),
     ("with autocast off, inside the caller's autocast", *IN_AUTOCAST, with_autocast_off),
@@ -272,5 +253,5 @@ def bad(kinds, *places):
         return twist
 
     for (kind, batch, *mentions), at in zip(kinds, itertools.cycle(places), strict=False):
-        twists = refused(put_there(at, batch), mentions=mentions)
-        yield f"{kind}, as micro-batch {at + 1}", *twists, tag("bad micro-batch")
+        row = refused(put_there(at, batch), mentions=mentions)
+        yield f"{kind}, as micro-batch {at + 1}", *row, tag("bad micro-batch")

@@ -6,20 +6,9 @@ from torch import nn
 
 from kit.laws.checks import check_close
 from kit.laws.twists import option, refused, trained_before
-from specs.gradient_accumulation import memory, scenarios
+from specs.gradient_accumulation import memory, scenarios, tokens
 from specs.gradient_accumulation.laws import TOKENS
-from specs.gradient_accumulation.tokens import (
-    IN_FLOAT16,
-    NO_TOKENS,
-    UNEQUAL,
-    adapter,
-    in_sixteen_bits,
-    no_labels,
-    of,
-    refilled,
-    rows,
-    transposed,
-)
+from specs.gradient_accumulation.tokens import no_labels, of, rows, transposed
 
 
 class TestPart2AccumulateTokens:
@@ -64,7 +53,7 @@ class TestPart2AccumulateTokens:
         """
         yield ("12, 6, 3 and 1 labelled tokens",)
         yield "2,049 of 2,400 tokens labelled", of((4, 600, 2049), (1, 4, 4))
-        yield "the same tensors, filled anew", refilled
+        yield "the same tensors, filled anew", tokens.refilled
 
     @pytest.mark.exact("accumulate_tokens", "ignore_index")
     @TOKENS.spec()
@@ -72,15 +61,15 @@ class TestPart2AccumulateTokens:
         """0 is the padding of many tokenizers, and a class like any other for F.cross_entropy."""
         for n in (0, -1, 255):
             chosen = option(ignore_index=n)
-            yield f"ignore_index {n}", chosen, of(*UNEQUAL, ignore_index=n)
-            yield f"ignore_index {n}, one micro-batch", chosen, of(UNEQUAL[1], ignore_index=n)
+            yield f"ignore_index {n}", chosen, of(*tokens.UNEQUAL, ignore_index=n)
+            yield f"ignore_index {n}, only one", chosen, of(tokens.UNEQUAL[1], ignore_index=n)
 
     @pytest.mark.exact("accumulate_tokens", "window")
     @TOKENS.spec()
     def test_steps_once_with_the_gradients_of_this_window(self):
         yield from scenarios.STEPS
         yield from scenarios.MODES
-        yield "an adapter", adapter, trained_before
+        yield "an adapter", tokens.adapter, trained_before
 
     @pytest.mark.saves("accumulate_tokens", "window")
     @memory.CASES_OF_TOKENS
@@ -116,8 +105,8 @@ class TestPart2AccumulateTokens:
     @TOKENS.spec()
     def test_the_loss_of_a_model_in_sixteen_bits_is_float32(self):
         """A sum of losses over a few thousand tokens is infinite in float16."""
-        yield "a model in float16", IN_FLOAT16
-        yield "a model in bfloat16", in_sixteen_bits(torch.bfloat16, 50.0)
+        yield "a model in float16", tokens.IN_FLOAT16
+        yield "a model in bfloat16", tokens.IN_BFLOAT16
 
     @pytest.mark.survives("accumulate_tokens", 4)
     @TOKENS.spec()
@@ -130,6 +119,6 @@ class TestPart2AccumulateTokens:
     @pytest.mark.survives("accumulate_tokens", "Raises")
     @TOKENS.spec()
     def test_refuses_bad_tokens_anywhere_before_anything_is_changed(self):
-        yield from scenarios.bad(NO_TOKENS, 0, 1, 3)
+        yield from scenarios.bad(tokens.NO_TOKENS, 0, 1, 3)
         yield scenarios.NOTHING
         yield "no label in any place", *refused(of((2, 3, 0), (1, 5, 0)), mentions=[0])

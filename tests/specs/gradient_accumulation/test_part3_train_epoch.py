@@ -6,22 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from kit.laws import twists
 from kit.laws.checks import check_close
 from kit.laws.toys import mse
-from kit.laws.twists import (
-    fails,
-    foreign,
-    frozen,
-    gradient,
-    joins,
-    loss_with_a_parameter,
-    option,
-    overwritten_loss,
-    put,
-    refused,
-    stale,
-    unused,
-)
+from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
 from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import EPOCH
 
@@ -73,7 +61,7 @@ class TestPart3TrainEpoch:
         """
         yield ("seven micro-batches in windows of 3",)
         yield "windows of 10", option(window=10)
-        yield "windows of 1, and a loss that is overwritten", option(window=1), overwritten_loss
+        yield "windows of 1, and an overwritten loss", option(window=1), twists.overwritten_loss
         yield "samples of several lengths", scenarios.sequences
         yield "a list", scenarios.tag("list")
         yield "batch norm", scenarios.norm_first
@@ -91,7 +79,7 @@ class TestPart3TrainEpoch:
     @EPOCH.spec()
     def test_clips_the_whole_windows_gradient_once(self):
         zero = put(loss=lambda out, y: mse(out, y) * 0)
-        yield "a loss with a parameter, clipped", loss_with_a_parameter, HALF
+        yield "a loss with a parameter, clipped", twists.loss_with_a_parameter, HALF
         yield "max_norm 1, and transposed weights", option(max_norm=1), scenarios.transposed_weights
         yield "max_norm inf", option(max_norm=math.inf)
         yield "gradients of zero", option(max_norm=1.0), zero
@@ -127,8 +115,8 @@ class TestPart3TrainEpoch:
     @EPOCH.spec()
     def test_parameters_without_a_gradient_and_those_of_others_stay(self):
         yield "a parameter without a gradient, clipped", unused, HALF
-        yield "a frozen parameter", frozen, stale, HALF
-        yield "a layer that joins after the first window", joins, HALF
+        yield "a frozen parameter", twists.frozen, twists.stale, HALF
+        yield "a layer that joins after the first window", twists.joins, HALF
         yield "a foreign parameter", foreign, HALF, scenarios.tag("foreign")
         yield "a gradient of another optimizer", unused, scenarios.gradient_of_another(), HALF
         yield "nothing that is held has a gradient", nothing_to_train, HALF
@@ -139,16 +127,16 @@ class TestPart3TrainEpoch:
         """And no gradient is left of what is not."""
         yield from scenarios.failing(model=4, loss=5, backward=5, step=3, schedule=2, data=6)
         yield "the step fails, and the next epoch", fails("step", 2), scenarios.tag("retried")
-        yield "the data fail at once", stale, fails("data", 2), scenarios.tag("early")
+        yield "the data fail at once", twists.stale, fails("data", 2), scenarios.tag("early")
         others = (foreign, scenarios.gradient_of_another(), scenarios.tag("foreign"))
         yield "the model fails, a foreign parameter", *others, fails("model", 5)
-        for name, *twists in scenarios.bad(scenarios.NO_PAIRS, 3, 5, 6):
-            yield name, scenarios.norm_first, *twists
+        for name, *row in scenarios.bad(scenarios.NO_PAIRS, 3, 5, 6):
+            yield name, scenarios.norm_first, *row
 
     @pytest.mark.survives("train_epoch", "end")
     @EPOCH.spec()
     def test_leaves_no_gradients(self):
-        yield "a loss with a parameter, windows of 2", loss_with_a_parameter, option(window=2)
+        yield "a loss with a weight, windows of 2", twists.loss_with_a_parameter, option(window=2)
 
     @pytest.mark.survives("train_epoch", "Raises")
     @EPOCH.spec()

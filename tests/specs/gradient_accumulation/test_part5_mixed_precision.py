@@ -6,26 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from kit.laws import twists
 from kit.laws.checks import check_equal
 from kit.laws.precisions import HALVES, scaler_for
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mse
 from kit.laws.trace import Probe
-from kit.laws.twists import (
-    fails,
-    foreign,
-    gradient,
-    huge,
-    insert,
-    inside_autocast,
-    loss_with_a_parameter,
-    option,
-    put,
-    refused,
-    scaled,
-    trained_before,
-    unused,
-)
+from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
 from specs.gradient_accumulation import memory
 from specs.gradient_accumulation.laws import EPOCH
 from specs.gradient_accumulation.scenarios import gradient_of_another, tag
@@ -35,7 +22,7 @@ HALF = option(max_norm=0.5)
 
 def only_the_loss(w):
     """The model has nothing to train."""
-    loss_with_a_parameter(w)
+    twists.loss_with_a_parameter(w)
     inner, w.model = w.loss, nn.Sequential(Probe(), nn.Tanh())
     w.loss = lambda out, y: inner(out[:, :5], y)
 
@@ -108,7 +95,7 @@ class TestPart5MixedPrecision:
         yield "targets in bfloat16", targets_in_bfloat16
         yield "a model without parameters", only_the_loss
         for dtype in (torch.bfloat16, torch.float16):
-            inside = inside_autocast(dtype), tag("the caller's autocast")
+            inside = twists.inside_autocast(dtype), tag("the caller's autocast")
             yield f"inside the caller's autocast to {dtype}", *inside
 
     @pytest.mark.exact("train_epoch", 4)
@@ -117,8 +104,8 @@ class TestPart5MixedPrecision:
         yield "clipped, a group for each parameter", HALF, put(groups=True)
         yield "a parameter without a gradient", unused, HALF
         yield "a foreign parameter", foreign, HALF, tag("foreign")
-        yield "a scale that grows in every window", scaled(growth_interval=1)
-        yield "a scale that falls a little", scaled(backoff_factor=0.9), gradient(math.inf, 4)
+        yield "a scale that grows in every window", twists.scaled(growth_interval=1)
+        yield "a scale that falls little", twists.scaled(backoff_factor=0.9), gradient(math.inf, 4)
 
     @pytest.mark.exact("train_epoch", 5)
     @EPOCH.spec("bf16", "fp16")
@@ -126,13 +113,13 @@ class TestPart5MixedPrecision:
         """In bfloat16 nothing is skipped."""
         fused = put(sgd={"lr": 0.02, "momentum": 0.9, "fused": True}), tag("fused")
         yield "an infinite gradient at 1, clipped", gradient(math.inf), option(max_norm=1.0)
-        yield "a NaN gradient at 7", gradient(math.nan, 7), trained_before
-        yield "an infinite gradient, and dropout", insert(lambda: nn.Dropout()), gradient(math.inf)
+        yield "a NaN gradient at 7", gradient(math.nan, 7), twists.trained_before
+        yield "an infinite gradient, and dropout", twists.insert(nn.Dropout), gradient(math.inf)
         yield "an infinite gradient of another optimizer", gradient_of_another(math.inf), HALF
         yield "learning rate 0", put(sgd={"lr": 0.0, "momentum": 0.9})
-        yield "a fused optimizer, always called", *fused, gradient(math.inf, 4), trained_before
+        yield "a fused optimizer", *fused, gradient(math.inf, 4), twists.trained_before
         yield "an infinite loss with finite gradients", put(loss=lambda *of: mse(*of) + math.inf)
-        yield "a gradient of 1e25, no float32 squared", huge(1e25), tag("norm beyond float32")
+        yield "a gradient of 1e25", twists.huge(1e25), tag("norm beyond float32")
 
     @pytest.mark.saves("train_epoch", 6)
     @pytest.mark.parametrize(

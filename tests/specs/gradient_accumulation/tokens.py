@@ -91,7 +91,7 @@ def in_sixteen_bits(dtype, cost):
 
 
 # Seven times 10,000 is no number of float16.
-IN_FLOAT16 = in_sixteen_bits(torch.float16, 1e4)
+IN_FLOAT16, IN_BFLOAT16 = in_sixteen_bits(torch.float16, 1e4), in_sixteen_bits(torch.bfloat16, 50.0)
 
 
 def no_labels(at):
