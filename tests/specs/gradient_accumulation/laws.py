@@ -1,38 +1,24 @@
 """The laws of a window: as the oracle does, apart from what is free."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from functools import partial
-from types import ModuleType
-from typing import Any
 
 import torch
 
 from kit.laws.law import Law
-from kit.laws.trace import Trace, World
 from specs.gradient_accumulation import oracle
-from specs.gradient_accumulation.epochs import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    SIXTEEN_BITS,
-    epoch,
-)
-from specs.gradient_accumulation.scenarios import ACCUMULATE, window
-from specs.gradient_accumulation.tokens import TOKENS, tokens
-from specs.gradient_accumulation.twists import Rows
+from specs.gradient_accumulation.scenarios import epoch, regression
+from specs.gradient_accumulation.tokens import tokens
 
 
-def _broke_off(want: Trace, w: World) -> bool:
+def _broke_off(want, w):
     return want["outcome"] not in ("returns", "ValueError")
 
 
-def _clips_an_infinity(want: Trace, w: World) -> bool:
+def _clips_an_infinity(want, w):
     return "not finite" in w.tags and w.scaler is None and "max_norm" in w.options
 
 
-def _in_float32_inside_autocast(want: Trace, w: World) -> bool:
+def _in_float32_inside_autocast(want, w):
     """Whether an epoch in float32 leaves the caller's autocast on, nothing says."""
     return "the caller's autocast" in w.tags and w.dtype == torch.float32
 
@@ -62,7 +48,7 @@ EPOCH_FREE = (
 )
 
 
-def rounding(w: World) -> float:
+def rounding(w):
     """16 bits are rounded at every operation; where the share is multiplied in is free.
 
     An epoch may have the loss of a model in float64 in float32.
@@ -73,9 +59,8 @@ def rounding(w: World) -> float:
     return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
 
-def _clauses(
-    gradients: str, step: str, passes: str, autocast: str | int
-) -> dict[str, tuple[str | int, str]]:
+def clauses(gradients, step, passes, autocast):
+    """What each observable is about in the contract, and what a difference most likely means."""
     return {
         "outcome": (
             "Raises",
@@ -110,25 +95,11 @@ def _clauses(
     }
 
 
-def _accumulate(answer: ModuleType, w: World) -> Any:
-    return answer.accumulate(w.model, w.batches, w.loss_fn, w.optimizer)
-
-
-def _tokens(answer: ModuleType, w: World) -> Any:
-    return answer.accumulate_tokens(w.model, w.batches, w.optimizer, **w.options)
-
-
-def _epoch(answer: ModuleType, w: World) -> Any:
-    given = {"dtype": w.dtype, "scaler": w.grad_scaler, "scheduler": w.scheduler}
-    return answer.train_epoch(w.model, oracle.data(w), w.loss_fn, w.optimizer, **given, **w.options)
-
-
-def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: Any) -> Law:
-    found = _clauses(*clauses)
-    return Law(
-        *("gradient_accumulation", oracle_of.__name__),
+def law(call, wanted, base, free, found, kind=Law):
+    return kind(
+        *("gradient_accumulation", wanted.__name__),
         lambda answer, w: oracle.retried(partial(call, answer, w), w),
-        lambda w: oracle.retried(partial(oracle_of, w), w),
+        lambda w: oracle.retried(partial(wanted, w), w),
         *(base, free),
         clauses={name: clause for name, (clause, _) in found.items()},
         meanings={name: meaning for name, (_, meaning) in found.items()},
@@ -136,21 +107,23 @@ def _law(call: Any, oracle_of: Any, base: Any, free: Any, *clauses: Any) -> Law:
     )
 
 
-def _add(law: Law, groups: Mapping[str, Rows], *precisions: str) -> None:
-    for group, rows in groups.items():
-        law.add(group, [(name, *twists) for name, twists in rows.items()], *precisions)
+def _accumulate(answer, w):
+    return answer.accumulate(w.model, w.batches, w.loss_fn, w.optimizer)
 
 
-ACCUMULATED = _law(
-    _accumulate, oracle.accumulate, window, WINDOW_FREE, "gradients", "step", "passes", 4
+def _tokens(answer, w):
+    return answer.accumulate_tokens(w.model, w.batches, w.optimizer, **w.options)
+
+
+def _epoch(answer, w):
+    given = {"dtype": w.dtype, "scaler": w.grad_scaler, "scheduler": w.scheduler}
+    return answer.train_epoch(w.model, oracle.data(w), w.loss_fn, w.optimizer, **given, **w.options)
+
+
+A_WINDOW = clauses("gradients", "step", "passes", 4)
+OF_TOKENS = clauses("divisor", "window", "window", 4)
+ACCUMULATED = law(
+    _accumulate, oracle.accumulate, partial(regression, 9, 1, 4), WINDOW_FREE, A_WINDOW
 )
-OF_TOKENS = _law(
-    _tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, "divisor", "window", "window", 4
-)
-OF_AN_EPOCH = _law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, *["windows"] * 4)
-_add(ACCUMULATED, ACCUMULATE)
-_add(OF_TOKENS, TOKENS)
-_add(OF_AN_EPOCH, FLOAT32)
-_add(OF_AN_EPOCH, SIXTEEN_BITS, "bf16", "fp16")
-_add(OF_AN_EPOCH, BFLOAT16, "bf16")
-_add(OF_AN_EPOCH, FLOAT16, "fp16")
+TOKENS = law(_tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, OF_TOKENS)
+EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, clauses(*["windows"] * 4))

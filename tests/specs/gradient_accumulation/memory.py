@@ -15,17 +15,14 @@ wide_output: 64 rows of 4,096 logits, L = 1 MiB. In the backward pass there are 
     3.25 L + 3 W.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import check_bar
@@ -36,6 +33,7 @@ from kit.memory.ruler import bytes_of, measure
 CLASSES = 4096
 CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_output"])
 CASES_OF_TOKENS = pytest.mark.parametrize("case", [*CASES.args[1], "wide_output-bf16"])
+CASES_OF_AN_EPOCH = pytest.mark.parametrize("case", [*CASES.args[1], "data"])
 CAUSES = {
     "activations": "graphs are kept, if only by a name for loss or output; or micro-batches are "
     "joined",
@@ -47,21 +45,20 @@ CAUSES = {
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.kept = x.relu()
         return ctx.kept.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return grad * (ctx.kept > 0)
 
 
 class Keeping(nn.Module):
     """ReLU, which keeps its output by itself and not by save_for_backward."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Keep.apply(x)
-        return result
+    def forward(self, x):
+        return _Keep.apply(x)
 
 
 @dataclass
@@ -70,42 +67,37 @@ class Case:
 
     name: str
     model: nn.Module
-    batches: list[Any]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    batches: list
+    loss: Callable
     dtype: torch.dtype = torch.float32
 
 
-class Limit(NamedTuple):
-    """The bytes that a window may take above what is there before, and what a plain one takes."""
+def limit_of(case, has_data=False):
+    """The bytes that a window may take, and that a plain one takes, above what is there before.
 
-    limit: float
-    plain: int
-    formula: str
-
-
-def limit_of(case: Case, *, has_data: bool = False) -> Limit:
-    """`has_data`: whether copies of the window's data may be held."""
+    `has_data`: whether copies of the window's data may be held.
+    """
     rest, gradients = len(case.batches) - 1, gradients_of(case)
     if case.name == "wide_output":
         logits, three = 4 * 64 * CLASSES, 3 * gradients
         formula = "3.25 x the logits + 3 x the weight; plain holds the output"
-        return Limit(3.25 * logits + three, 4 * logits + three, formula)
+        return 3.25 * logits + three, 4 * logits + three, formula
     one, formula = one_micro_batch(case) + gradients, "one micro-batch, its gradients G and 0.35 G"
     if case.name == "data":
         data = bytes_of(*case.batches[0])
         formula += ", and the data of three; plain keeps the data of six"
-        return Limit(one + 0.35 * gradients + 3 * data, one + 6 * data, formula)
+        return one + 0.35 * gradients + 3 * data, one + 6 * data, formula
     plain = one + max(rest * (one - 2 * gradients), gradients)
     if has_data:
         one, formula = one + bytes_of(*case.batches), f"{formula}, and the window's data"
-    return Limit(one + 0.35 * gradients, plain, formula)
+    return one + 0.35 * gradients, plain, formula
 
 
-def gradients_of(case: Case) -> int:
+def gradients_of(case):
     return bytes_of(*(p.detach() for p in case.model.parameters()))
 
 
-def of_samples(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Case:
+def of_samples(name, device, dtype=torch.float32):
     widths, rows, count = {
         "activations": ((24, 96, 96, 96, 96, 8), 256, 4),
         "gradients": ((64,) * 13, 3, 3),
@@ -124,7 +116,7 @@ def of_samples(name: str, device: torch.device, dtype: torch.dtype = torch.float
     return Case(name, model, [*zip(inputs, targets, strict=True)], loss, dtype)
 
 
-def of_tokens(name: str, device: torch.device) -> Case:
+def of_tokens(name, device):
     """As of_samples; a third of the tokens in the first of two rows have no label.
 
     In bfloat16 the logits are half of those in float32, which are made of them: a name for either
@@ -145,7 +137,7 @@ def of_tokens(name: str, device: torch.device) -> Case:
     return Case(name, model, batches, lambda out, y: F.cross_entropy(out.mT, y))
 
 
-def one_micro_batch(case: Case) -> int:
+def one_micro_batch(case):
     """Bytes at the peak of one forward and backward pass.
 
     The gradients are there before it, as they are from the second micro-batch of a window on. They
@@ -155,7 +147,7 @@ def one_micro_batch(case: Case) -> int:
     for p in case.model.parameters():
         p.grad = torch.zeros_like(p)
 
-    def step() -> None:
+    def step():
         half = case.dtype != torch.float32
         with torch.autocast(inputs.device.type, case.dtype, enabled=half):
             loss = case.loss(case.model(inputs).float(), targets)
@@ -166,10 +158,7 @@ def one_micro_batch(case: Case) -> int:
     return peak
 
 
-Call = Callable[[Any, Case, torch.optim.Optimizer], object]
-
-
-def peak(case: Case, call: Call, module: object) -> int:
+def peak(case, call, module):
     """Bytes above what there is without gradients; at first there are those of a window before."""
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
     device = case.batches[0][0].device
@@ -180,14 +169,13 @@ def peak(case: Case, call: Call, module: object) -> int:
     return above + gradients_of(case)
 
 
-def check_peak(case: Case, call: Call, answer: object, reference: object, what: str = "") -> None:
+def check_peak(case, call, answer, reference):
     """Fail unless the peak of `call` stays within the limit of the case."""
     __tracebackhide__ = True
-    limit, plain, formula = limit_of(
-        case, has_data=call in (epoch_of_one_window, epoch_of_three_windows)
-    )
+    limit, plain, formula = limit_of(case, has_data=call is epoch)
+    what = f"peak of a window of {len(case.batches)} above its baseline"
     check_bar(
-        what or f"peak of a window of {len(case.batches)} above its baseline",
+        "peak of three windows above the baseline" if case.name == "data" else what,
         peak(copy.deepcopy(case), call, answer),
         limit,
         plain=plain,
@@ -197,15 +185,15 @@ def check_peak(case: Case, call: Call, answer: object, reference: object, what: 
     )
 
 
-def epoch_of_one_window(module: Any, case: Case, optimizer: torch.optim.Optimizer) -> object:
-    options = {"dtype": case.dtype, "scaler": scaler_for(case.dtype, case.batches[0][0].device)}
+def epoch(module, case, optimizer):
+    """One window, clipped; in the case of data three, which are made when they are asked for."""
+    data = case.batches
+    if case.name == "data":
+        data = ((x.clone(), y.clone()) for _ in range(3) for x, y in case.batches)
     return module.train_epoch(
-        *(case.model, case.batches, case.loss, optimizer),
-        **(options | {"window": len(case.batches), "max_norm": 1.0}),
+        *(case.model, data, case.loss, optimizer),
+        window=len(case.batches),
+        dtype=case.dtype,
+        scaler=scaler_for(case.dtype, case.batches[0][0].device),
+        max_norm=1.0,
     )
-
-
-def epoch_of_three_windows(module: Any, case: Case, optimizer: torch.optim.Optimizer) -> object:
-    data = ((x.clone(), y.clone()) for _ in range(3) for x, y in case.batches)
-    options = {"window": len(case.batches), "max_norm": 1.0}
-    return module.train_epoch(case.model, data, case.loss, optimizer, **options)

@@ -1,51 +1,21 @@
 """The windows of all ranks: what each rank is given, and the law of it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
-from typing import Any
 
 import torch
 
+from kit.laws import twists
 from kit.laws.checks import in_scenario
 from kit.laws.law import Law
-from kit.laws.suspects import Suspect, suspects
-from kit.laws.trace import PlantedInterrupt, Trace, World, observe
-from kit.laws.twists import (
-    Twist,
-    fails,
-    foreign,
-    frozen,
-    in_unusual_modes,
-    put,
-    stale,
-    trained_before,
-    unused,
-)
-from specs.gradient_accumulation import oracle
-from specs.gradient_accumulation.laws import FREE, rounding
-from specs.gradient_accumulation.scenarios import IN_AUTOCAST
-from specs.gradient_accumulation.tokens import (
-    NO_TOKENS,
-    UNEQUAL,
-    Shapes,
-    in_sixteen_bits,
-    labelled,
-    masked,
-    tokens,
-    transposed,
-)
-from specs.gradient_accumulation.twists import (
-    in_default_dtype,
-    in_float64,
-    runs_before_the_step,
-    tag,
-    transposed_weights,
-    zero_gradients,
-)
+from kit.laws.suspects import suspects
+from kit.laws.trace import PlantedInterrupt, World, observe
+from kit.laws.twists import fails, foreign, frozen, stale
+from specs.gradient_accumulation import oracle, scenarios
+from specs.gradient_accumulation import tokens as of_tokens
+from specs.gradient_accumulation.laws import FREE, law
+from specs.gradient_accumulation.scenarios import IN_AUTOCAST, in_float64, runs_before_the_step, tag
+from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, labelled, masked, tokens
 
 CPU = torch.device("cpu")
 
@@ -54,143 +24,113 @@ CPU = torch.device("cpu")
 class Plan:
     """Shapes for each rank; a bad micro-batch of some, or an error, with words of the message."""
 
-    windows: tuple[Shapes, Shapes]
-    twists: tuple[Twist, ...] = ()
-    bad: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
-    refused: bool = False
+    windows: tuple
+    twists: tuple = ()
+    bad: dict = field(default_factory=dict)
     ignore_index: int = -100
-    again: bool = False  # the last micro-batch of each rank comes twice
     own_group: bool = False  # each rank's model has a process group of that rank alone
     bucket_view: bool = False  # gradients are parts of DDP's buckets
 
 
-def _bad(bad: Mapping[int, tuple[Any, ...]], windows: tuple[Shapes, Shapes] | None = None) -> Plan:
-    return Plan(windows or UNEVEN, (trained_before,), bad, refused=True)
+UNEVEN, SEVERAL = (UNEQUAL, ((2, 5, 6),)), (UNEQUAL, UNEQUAL[2:])
+UNREADABLE = "a micro-batch on a broken disk"
+BAD = {name: batch for name, *batch in NO_TOKENS} | {"nothing": (None, 0)}
 
 
-def _unlabelled(*windows: Any, twists: tuple[Twist, ...] = ()) -> Plan:
-    return Plan(windows, (*twists, masked, stale, tag("no labels")), ignore_index=4)
+def _bad(bad, windows=UNEVEN):
+    return Plan(windows, twists.refused(), bad)
 
 
-def frozen_in_bfloat16(w: World) -> None:
-    """As where only an adapter is trained."""
-    assert isinstance(w.model, torch.nn.Sequential)
-    w.model[0].to(torch.bfloat16).requires_grad_(False)
-    w.model[0].register_forward_hook(lambda _, args, out: out.float())
+def _unlabelled(*windows, more=()):
+    return Plan(windows, (*more, masked, stale, tag("no labels")), ignore_index=4)
 
 
-def fixed_length(w: World) -> None:
+def fixed_length(w):
     """The model has a weight for each of four places, and takes no other length."""
     w.model.places = torch.nn.Parameter(torch.linspace(0.5, 2.0, 4)[:, None])
     w.model.register_forward_hook(lambda model, _, out: out * model.places)
 
 
-UNEVEN: tuple[Shapes, Shapes] = (UNEQUAL, ((2, 5, 6),))
-SEVERAL: tuple[Shapes, Shapes] = (UNEQUAL, UNEQUAL[2:])
-NOTHING = (None, "0")
-UNREADABLE = "a micro-batch on a broken disk"
-SHAPES = NO_TOKENS["another length"]
-GROUPS: dict[str, dict[str, Plan]] = {
+GROUPS = {
     "divisor": {
-        "12 tokens and 1": Plan((((3, 4, 12),), ((4, 3, 1),))),
         "1 micro-batch and 3": Plan((((2, 5, 6),), ((1, 4, 3), (3, 3, 8), (2, 2, 1)))),
-        "2,049 tokens and 4, frozen weights in bfloat16, which is the default dtype": Plan(
+        "2,049 tokens and 4, a model in bfloat16, which is the default dtype": Plan(
             (((3, 700, 2049),), ((1, 4, 4),)),
-            (frozen_in_bfloat16, in_default_dtype(torch.bfloat16)),
+            (of_tokens.IN_BFLOAT16, scenarios.in_default_dtype(torch.bfloat16)),
         ),
         "infinite losses": Plan((((3, 4, 12),), ((4, 3, 1),)), (masked,)),
-        "the same micro-batch again": Plan(UNEVEN, again=True),
-        "a model in float16": Plan(UNEVEN, in_sixteen_bits(torch.float16)),
-        "ignore_index 0, logits transposed": Plan(UNEVEN, (transposed,), ignore_index=0),
+        "ignore_index 0, logits transposed": Plan(UNEVEN, (of_tokens.transposed,), ignore_index=0),
         "ignore_index 255": Plan(UNEVEN, ignore_index=255),
     },
     "no labels": {
-        "a rank without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 3, 0),)),
-        "the other rank without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
+        "rank 0 without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
-        "a rank without labels, frozen weights, and one length": _unlabelled(
-            ((3, 4, 12), (1, 4, 2)), ((2, 4, 0),), twists=(frozen, fixed_length, tag("frozen"))
+        "rank 1 without labels, frozen weights, and one length": _unlabelled(
+            ((3, 4, 12), (1, 4, 2)), ((2, 4, 0),), more=(frozen, fixed_length, tag("frozen"))
         ),
     },
     "older": {
-        "stale gradients": Plan(UNEVEN, (stale, trained_before)),
-        "stale gradients in buckets": Plan(SEVERAL, (stale, unused), bucket_view=True),
-        "a parameter without a gradient": Plan(UNEVEN, (unused,)),
+        "older gradients": Plan(UNEVEN, (twists.trained_before,)),
+        "older gradients in buckets": Plan(SEVERAL, (stale, twists.unused), bucket_view=True),
         "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
         "inside the caller's autocast": Plan(SEVERAL, (*IN_AUTOCAST, runs_before_the_step)),
-        "gradients of zero, and transposed weights": Plan(
-            UNEVEN, (zero_gradients, transposed_weights, trained_before)
+        "eval mode, and other modes of torch than usual": Plan(
+            UNEVEN, (twists.in_unusual_modes, lambda w: w.model.eval())
         ),
-        "other modes of torch than usual": Plan(SEVERAL, (in_unusual_modes,)),
-        "eval mode": Plan(UNEVEN, (lambda w: w.model.eval(),)),
     },
     "after errors": {
-        name: Plan(SEVERAL, (*twists, tag("retried")))
-        for name, *twists in (
-            ("the model fails in float64, and the next call", in_float64, fails("model", 2)),
-            ("Ctrl-C in the model, and the next call", fails("model", 1, PlantedInterrupt)),
-            ("the model fails, a foreign parameter", foreign, fails("model", 2), tag("foreign")),
-        )
+        "the model fails in float64, and the next call": Plan(
+            SEVERAL, (in_float64, fails("model", 2), tag("retried"))
+        ),
+        "Ctrl-C in the model, a foreign parameter, and the next call": Plan(
+            SEVERAL, (foreign, fails("model", 1, PlantedInterrupt), tag("retried", "foreign"))
+        ),
     },
     "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "bad": {
-        **{
-            f"{kind}, on rank {rank}": _bad({rank: NO_TOKENS[kind]})
-            for kind, rank in (
-                ("as many elements", 1),
-                ("no length", 0),
-                ("one tensor of two rows", 1),
-            )
-        },
-        **{f"no micro-batch on rank {rank}": _bad({rank: NOTHING}) for rank in (0, 1)},
-        **{f"data that cannot be read on rank {n}": _bad({n: (UNREADABLE,)}) for n in (0, 1)},
+        "as many elements, on rank 1": _bad({1: BAD["as many elements"]}),
+        "no length, on rank 0": _bad({0: BAD["no length"]}),
+        "one tensor of two rows, on rank 1": _bad({1: BAD["one tensor of two rows"]}),
+        "no micro-batch on rank 1": _bad({1: BAD["nothing"]}),
+        "data that cannot be read on rank 1": _bad({1: (UNREADABLE,)}),
         "a window that cannot be read on rank 0": _bad({0: (UNREADABLE,)}, ((), UNEQUAL)),
-        "a window that cannot be read on rank 1": _bad({1: (UNREADABLE,)}, (UNEQUAL, ())),
-        "two shapes on rank 0, under the caller's no_grad": Plan(
-            UNEVEN, (trained_before, put(inside=[torch.no_grad])), {0: SHAPES}, refused=True
-        ),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
     },
-    "names": {
-        "bad on both ranks": _bad({0: SHAPES, 1: NOTHING}),
-        "two shapes on rank 1": _bad({1: SHAPES}),
-    },
+    "names": {"bad on both ranks": _bad({0: BAD["another length"], 1: BAD["nothing"]})},
 }
 PLANS = {name: plan for group in GROUPS.values() for name, plan in group.items()}
 
 
-def windows(plan: Plan) -> list[list[Any]]:
+def windows(plan):
     """Each rank's window; no two have the same data."""
     seeds = enumerate(plan.windows, 5)
     made = [labelled(shapes, plan.ignore_index, seed) for seed, shapes in seeds]
-    if plan.again:
-        made = [[*window, window[-1]] for window in made]
     for rank, (batch, *_) in plan.bad.items():
         made[rank] = [] if batch is None else [*made[rank], batch]
     return made
 
 
-def scenario(name: str, rank: int) -> World:
+def scenario(name, rank):
     """The world of one rank."""
     plan, world = PLANS[name], tokens()
     world.batches = windows(plan)[rank]
-    world.mentions = plan.bad.get(rank, ("",))[1:]
     world.options = {"ignore_index": plan.ignore_index} if plan.ignore_index != -100 else {}
     for twist in plan.twists:
         twist(world)
+    world.mentions = tuple(map(str, plan.bad.get(rank, [""])[1:]))
     return world
 
 
 class RankLaw(Law):
     """What each rank does, side by side; a run on real ranks is one call."""
 
-    def hold_on(self, world: Any, answer: ModuleType, group: str) -> None:
+    def hold_on(self, world, answer, group):
         """Fail unless the answer does as the oracle on every rank, in each plan of the group."""
         __tracebackhide__ = True
         self.world = world
         self.hold(answer, CPU, group)
 
-    def _see(self, answer: ModuleType, scenario: str, device: torch.device) -> Trace:
+    def _see(self, answer, scenario, device):
         __tracebackhide__ = True
         from specs.gradient_accumulation import ranks
 
@@ -199,53 +139,45 @@ class RankLaw(Law):
         except Exception as error:
             raise in_scenario(error, scenario) from error.__cause__
 
-    def _wanted(self, scenario: str, device: torch.device) -> Trace:
+    def _wanted(self, scenario, device):
         if scenario not in self._right:
             rows = [_right(scenario, n) for n in (0, 1)]
             tags = {tag for row in rows for tag in row.pop("_world").tags}
             self._right[scenario] = _side_by_side(rows, tags)
         return self._right[scenario]
 
-    def _suspects(self, answer: ModuleType) -> Iterator[list[Suspect]]:
+    def _suspects(self, answer):
         """Only what this spec must catch, and nothing that hangs: each takes a run on the ranks."""
         found = next(suspects(self.kata, answer))
         yield [s for s in found if "waits in a collective" not in s.entry.says]
 
-    def _load(self, suspect: Suspect) -> ModuleType | None:
+    def _load(self, suspect):
         return suspect.load(as_file=True)
 
 
-def _right(name: str, rank: int) -> Trace:
+def _right(name, rank):
     """What the oracle does as this rank."""
-    plan = PLANS[name]
-    every = [windows(plan)[rank]] if plan.own_group else windows(plan)
-    number = 0 if plan.own_group else rank
+    every, number = windows(PLANS[name]), rank
+    if PLANS[name].own_group:
+        every, number = [every[rank]], 0
 
-    def call(w: World) -> Any:
+    def call(w):
         return oracle.retried(partial(oracle.accumulate_on_ranks, w, number, every), w)
 
     seen = observe(call, partial(scenario, name, rank), CPU)
     flags = [m.training for m in seen["_world"].model.modules()]
     del seen["_error"]
-    return {
-        **seen,
-        "training flags": flags,
-        "data untouched": True,
-        "synchronises": True,
-        "message": True,
-    }
+    kept = {"data untouched": True, "synchronises": True, "message": True}
+    return {**seen, "training flags": flags, **kept}
 
 
-def _side_by_side(rows: list[Trace], tags: set[str]) -> Trace:
+def _side_by_side(rows, tags):
     both = {f"{key} on rank {n}": value for n, row in enumerate(rows) for key, value in row.items()}
-    return both | {
-        "_world": World(torch.nn.Identity(), [], tags=tags),
-        "_error": None,
-        "outcome": "returns",
-    }
+    world = World(torch.nn.Identity(), [], tags=tags)
+    return both | {"_world": world, "_error": None, "outcome": "returns"}
 
 
-_CLAUSES: dict[str, tuple[str | int, str]] = {
+FOUND = {
     "outcome": ("Raises", "this input is not checked, or one rank does not raise"),
     "message": (4, "the message does not say which value was wrong on this rank"),
     "optimizer steps": ("divisor", "a rank does not step, or steps at each micro-batch"),
@@ -260,16 +192,6 @@ _CLAUSES: dict[str, tuple[str | int, str]] = {
     "training flags": ("untouched", "train() or eval() is called"),
     "data untouched": ("untouched", "the caller's tensors are changed in place"),
 }
-ON_RANKS = RankLaw(
-    "gradient_accumulation",
-    "accumulate_on_ranks",
-    lambda answer, w: None,
-    lambda w: None,
-    tokens,
-    FREE,
-    {name: clause for name, (clause, _) in _CLAUSES.items()},
-    {name: meaning for name, (_, meaning) in _CLAUSES.items()},
-    rounding,
-)
+ON_RANKS = law(None, oracle.accumulate_on_ranks, tokens, FREE, FOUND, RankLaw)
 ON_RANKS.groups = {group: [*plans] for group, plans in GROUPS.items()}
 ON_RANKS.scenarios = dict.fromkeys(PLANS, tokens)

@@ -1,205 +1,257 @@
-"""The scenarios of accumulate, and what those of the others are made of."""
-
-from __future__ import annotations
+"""What a window and an epoch are tried in: each world is a change of a plain one."""
 
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from contextlib import ExitStack
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from kit.laws.trace import PlantedInterrupt, World
-from kit.laws.twists import (
-    Twist,
-    fails,
-    foreign,
-    frozen,
-    in_unusual_modes,
-    insert,
-    inside_autocast,
-    joins,
-    loss_with_a_parameter,
-    overwritten_loss,
-    put,
-    refused,
-    stale,
-    tied,
-    trained_before,
-    unused,
-)
-from specs.gradient_accumulation.twists import (
-    Checkpointed,
-    OutOfMemory,
-    Row,
-    Rows,
-    gradient_of_another,
-    in_default_dtype,
-    in_float64,
-    infinite_loss,
-    inputs_with_a_parameter,
-    kept_losses,
-    loss_in_mode,
-    norm_first,
-    only,
-    only_the_loss,
-    pairs,
-    refilled,
-    regression,
-    repeated,
-    runs_before_the_step,
-    sequences,
-    sizes,
-    tag,
-    transposed_weights,
-    with_autocast_off,
-    zero_gradients,
-)
+from kit.laws import draw, twists
+from kit.laws.precisions import default_dtype
+from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
+from kit.laws.twists import fails, foreign, insert, put, refused, trained_before, unused
 
 
-def window() -> World:
-    return regression(9, 1, 4)
+def epoch():
+    """Seven micro-batches in windows of three: the last window has one."""
+    world = regression(3, 5, 2, 4, 1, 6, 2)
+    world.options, world.gamma = {"window": 3}, 0.5
+    world.after.append(heard_schedule)
+    return world
 
 
-def dropout(**mode: bool) -> Row:
-    return (insert(lambda: nn.Dropout(0.5), **mode),)
+def heard_schedule(w):
+    """A schedule can fail too, as one does that is at its end."""
+    if w.scheduler is not None:
+        step = w.scheduler.step
+        w.scheduler.step = lambda: (w.visits("schedule"), step())
 
 
-MODES: dict[str, Row] = {
-    "dropout in train mode": dropout(),
-    "dropout in eval mode": dropout(train=False),
-    "one layer in eval mode": dropout(layer_train=False),
-}
-BATCH_NORM: dict[str, Row] = {
-    "batch norm": (norm_first, sizes(3, 5, 2, 4)),
-    "batch norm in eval mode": (insert(lambda: nn.BatchNorm1d(13), train=False),),
-}
-STEPS: dict[str, Row] = {
-    "Adam": (put(adam={"lr": 0.01}), trained_before),
-    "a group for each parameter": (put(groups=True), trained_before),
-    "learning rate 0": (put(sgd={"lr": 0.0, "momentum": 0.9}),),
-}
-UNUSUAL: dict[str, Row] = {
-    "a model in float64": (in_float64, trained_before),
-    **{
-        f"a default dtype of {str(dtype)[6:]}": (in_default_dtype(dtype),)
-        for dtype in (torch.bfloat16, torch.float64)
-    },
-    "other modes of torch than usual": (in_unusual_modes,),
-    "pairs in lists and named tuples": (pairs,),
-    "a reentrant checkpoint": (insert(Checkpointed),),
-    "gradients of zero, and weight decay": (zero_gradients, trained_before),
-    "transposed weights": (transposed_weights, trained_before),
-}
-OLDER: dict[str, Row] = {
-    "stale gradients": (stale, trained_before, put(groups=True)),
-}
-OWN_LOSS: dict[str, Row] = {
-    "a loss with a parameter": (loss_with_a_parameter, trained_before),
-    "a model without parameters": (only_the_loss,),
-    "inputs made with a parameter": (inputs_with_a_parameter,),
-    "a loss in eval mode, a model in train mode": (loss_in_mode(False),),
-    "a loss in train mode, a model in eval mode": (loss_in_mode(True),),
-}
-LOSSES: dict[str, Row] = {
-    "a loss that is logged": (kept_losses,),
-    "a loss of 0, and below, with a gradient": (
+def regression(*sizes):
+    """A small model, and micro-batches of so many samples; targets of number n lie around 2 n."""
+    draw.seed(3)
+    model = nn.Sequential(nn.Linear(7, 13), Probe(), nn.Tanh(), nn.Linear(13, 5))
+    batches = [(draw.randn(size, 7), draw.randn(size, 5) + 2 * n) for n, size in enumerate(sizes)]
+    return World(model, batches, sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
+
+
+def only(*numbers):
+    """These micro-batches only."""
+    return lambda w: put(batches=[w.batches[n] for n in numbers])(w)
+
+
+def tag(*names):
+    return lambda w: w.tags.update(names)
+
+
+def note_afterwards(w, name, value):
+    """Note what `value` gives when the call is over."""
+    end = ExitStack()
+    end.callback(lambda: w.notes.update({name: value()}))
+    w.inside.append(lambda: end)
+
+
+def sequences(w):
+    """Samples are sequences of several lengths; output and target cannot change places."""
+    shapes = ((3, 2), (1, 9), (2, 4), (2, 3), (4, 1), (1, 5), (2, 2))[: len(w.batches)]
+    w.batches = [
+        (draw.randn(*shape, 7), draw.randn(*shape, 5) + 2 * n) for n, shape in enumerate(shapes)
+    ]
+    w.loss = lambda out, y: ((out - y).square() * y.abs()).flatten(1).mean(1).mean()
+
+
+def repeated(w):
+    """The last micro-batch three times, and not all in a row; the pair is the same object."""
+    w.after.append(lambda w: put(batches=[w.batches[-1], *w.batches, w.batches[-1]])(w))
+
+
+def norm_first(w):
+    """Behind a layer with a bias, that bias would have a gradient of rounding errors."""
+    w.model.insert(0, nn.BatchNorm1d(7))
+    w.batches = regression(3, 5, 2, 4, 3, 6, 2).batches
+
+
+def pairs(w):
+    """A tuple of micro-batches, in lists and named tuples in turn, as a DataLoader makes them."""
+    makers = itertools.cycle([list, twists.Pair._make])
+    w.after.append(lambda w: put(batches=(*(next(makers)(b) for b in w.batches),))(w))
+
+
+def in_float64(w):
+    """The model, and data that are numbers of its kind."""
+    w.model.double()
+    w.batches = [[t.double() if t.is_floating_point() else t for t in b] for b in w.batches]
+    w.tags.add("float64")
+
+
+def in_default_dtype(dtype):
+    """The caller has another default dtype."""
+    return lambda w: w.inside.append(lambda: default_dtype(dtype))
+
+
+class OutOfMemory(torch.OutOfMemoryError):
+    """As an allocator has it: known by its kind, or by its words."""
+
+    def __str__(self):
+        return "CUDA out of memory"
+
+
+class Checkpointed(nn.Tanh):
+    """Runs again in the backward pass, in the older way that libraries still have."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def kept_losses(w):
+    """The loss keeps what it returns, as one that logs does."""
+    inner, kept = w.loss, []
+
+    def loss(*args):
+        kept.append(inner(*args))
+        return kept[-1]
+
+    w.loss = loss
+    what = "losses that the loss function kept"
+    note_afterwards(w, what, lambda: [x.detach() for x in kept])
+
+
+def infinite_loss(w):
+    """Of the second micro-batch."""
+    inputs, targets = w.batches[1]
+    w.batches[1] = (inputs, targets * math.inf)
+
+
+def inputs_with_a_parameter(w):
+    """The inputs are made with a parameter that the optimizer holds."""
+    shift = w.extra["prompt"] = nn.Parameter(torch.zeros(7))
+    w.after.append(lambda w: put(batches=[(x + shift, y) for x, y in w.batches])(w))
+
+
+def gradient_of_another(value=1.0):
+    """The model has a parameter of another optimizer, which is in the middle of a window."""
+
+    def twist(w):
+        theirs = w.model.theirs = nn.Parameter(torch.ones(3))
+        theirs.grad, w.foreign = torch.full((3,), value), (*w.foreign, "theirs")
+        note_afterwards(w, "a gradient of another optimizer", lambda: theirs.grad)
+
+    return twist
+
+
+def zero_gradients(w):
+    """Every gradient is zero, which is not the same as none."""
+    w.model.register_forward_hook(lambda _, args, out: out * 0)
+
+
+def transposed_weights(w):
+    """Weights, and so their gradients, lie in memory by columns."""
+    for p in w.model.parameters():
+        p.data = p.data.t().contiguous().t() if p.dim() == 2 else p.data
+
+
+def loss_in_mode(train):
+    """The loss is a module in this mode, and the model is in the other."""
+    return lambda w: (w.model.train(not train), put(loss_fn=nn.MSELoss().train(train))(w))
+
+
+def runs_before_the_step(w):
+    """A hook of the optimizer runs the model under autocast, as one that logs does."""
+
+    def hook(*_):
+        with torch.autocast(w.device.type, torch.bfloat16):
+            w.model(w.batches[0][0])
+
+    w.after.append(lambda w: w.optimizer.register_step_pre_hook(hook))
+
+
+def with_autocast_off(w):
+    """Inside whatever there is."""
+    w.inside.append(lambda: torch.autocast(w.device.type, enabled=False))
+
+
+# Rows of several specs, as they yield them.
+MODES = [
+    ("dropout in train mode", insert(nn.Dropout)),
+    ("dropout in eval mode", insert(nn.Dropout, train=False)),
+    ("one layer in eval mode", insert(nn.Dropout, layer_train=False)),
+]
+STEPS = [
+    ("Adam", put(adam={"lr": 0.01}), trained_before),
+    ("older gradients, and a group for each parameter", put(groups=True), trained_before),
+    ("learning rate 0", put(sgd={"lr": 0.0, "momentum": 0.9})),
+]
+UNUSUAL = [
+    ("a model in float64", in_float64, trained_before),
+    ("a default dtype of float64", in_default_dtype(torch.float64)),
+    ("other modes of torch than usual", twists.in_unusual_modes),
+    ("pairs in lists and named tuples", pairs),
+    ("a reentrant checkpoint", insert(Checkpointed)),
+    ("gradients of zero, and weight decay", zero_gradients, trained_before),
+]
+LOSSES = [
+    ("a loss with a parameter", twists.loss_with_a_parameter, trained_before),
+    ("inputs made with a parameter", inputs_with_a_parameter),
+    ("a loss in eval mode, a model in train mode", loss_in_mode(False)),
+    ("a loss in train mode, a model in eval mode", loss_in_mode(True)),
+    ("a loss that is logged", kept_losses),
+    (
+        "a loss of 0, and below, with a gradient",
         put(loss=lambda out, y: (out - out.detach()).mean() - len(out) // 2),
     ),
-    "an infinite loss": (infinite_loss,),
-}
-NO_GRADIENT: dict[str, Row] = {"a parameter without a gradient": (unused,)}
-FOREIGN: dict[str, Row] = {
-    "a frozen parameter": (frozen, stale, tag("frozen")),
-    "a foreign parameter": (foreign, tag("foreign")),
-    "a gradient that another optimizer will step on": (unused, gradient_of_another()),
-    "a layer that joins after the window before": (joins, tag("twice")),
-}
+    ("an infinite loss", infinite_loss),
+]
+NO_GRADIENT = ("a parameter without a gradient", unused)
+FOREIGN = [
+    ("a frozen parameter", twists.frozen, twists.stale, tag("frozen")),
+    ("a foreign parameter", foreign, tag("foreign")),
+    ("a gradient that another optimizer will step on", unused, gradient_of_another()),
+    ("a layer that joins after the window before", twists.joins, tag("twice")),
+]
+IN_AUTOCAST = twists.inside_autocast(torch.bfloat16), tag("the caller's autocast")
+AUTOCAST = [
+    ("inside the caller's autocast", *IN_AUTOCAST),
+    ("with autocast off, inside the caller's autocast", *IN_AUTOCAST, with_autocast_off),
+    ("in autocast, and a hook runs the model before the step", *IN_AUTOCAST, runs_before_the_step),
+]
 
 
-def failing(place: str, *numbers: int, tags: Iterable[str] = ()) -> dict[str, Row]:
-    """An error at each of these visits of model, loss, step or data; others at the last."""
-    rows: dict[str, Row] = {
-        f"the {place} fails at {n}": (trained_before, fails(place, n), tag(*tags)) for n in numbers
-    }
-    others = {"Ctrl-C": PlantedInterrupt, "out of memory": OutOfMemory}
-    return rows | {
-        f"{name} in the {place}": (trained_before, fails(place, numbers[-1], error), tag(*tags))
-        for name, error in others.items()
-    }
+def failing(**places):
+    """Errors of all kinds, at such a visit of model, loss, backward pass, step or data."""
+    kinds = {"an error": Planted, "Ctrl-C": PlantedInterrupt, "out of memory": OutOfMemory}
+    for (place, at), (kind, error) in itertools.product(places.items(), kinds.items()):
+        yield f"{kind} in the {place} at {at}", trained_before, fails(place, at, error)
 
 
-ERRORS = {
-    **failing("model", 3),
-    **failing("step", 1),
-    "the backward pass fails at 2": (trained_before, fails("backward", 2)),
-    "Ctrl-C in the backward pass": (trained_before, fails("backward", 3, PlantedInterrupt)),
-    "the model fails, and the next call": (stale, fails("model", 2), tag("retried")),
-    "Ctrl-C in the step, and the next call": (
-        fails("step", 1, PlantedInterrupt),
-        tag("retried"),
-    ),
-    "a foreign parameter, and the model fails": (
+ERRORS = [
+    *failing(model=3, backward=2, step=1),
+    ("Ctrl-C in the step, and the next call", fails("step", 1, PlantedInterrupt), tag("retried")),
+    (
+        "a foreign parameter, and the model fails",
         *(foreign, gradient_of_another(), fails("model", 2), tag("foreign")),
     ),
-}
-IN_AUTOCAST: Row = (inside_autocast(torch.bfloat16), tag("the caller's autocast"))
-AUTOCAST = {
-    "inside the caller's autocast": IN_AUTOCAST,
-    "inside the caller's autocast, and the backward pass fails": (
-        *IN_AUTOCAST,
-        fails("backward", 2),
-    ),
-    "with autocast off, inside the caller's autocast": (*IN_AUTOCAST, with_autocast_off),
-    "inside the caller's autocast, and a hook runs the model before the step": (
-        *(*IN_AUTOCAST, runs_before_the_step),
-    ),
-}
-NO_PAIRS: dict[str, tuple[Any, ...]] = {
-    "no samples": ((torch.ones(0, 7), torch.ones(0, 5)), "0"),
-    "6 inputs and 1 target": ((torch.ones(6, 7), torch.ones(1, 5)), "6", "1"),
-    "1 input and 6 targets": ((torch.ones(1, 7), torch.ones(6, 5)), "1", "6"),
-    "three tensors": ((torch.ones(2, 7), torch.ones(2, 5), torch.ones(2)),),
-    "one tensor of two rows": (torch.ones(2, 7),),
-}
+]
+NO_PAIRS = [
+    ("no samples", (torch.ones(0, 7), torch.ones(0, 5)), 0),
+    ("6 inputs and 1 target", (torch.ones(6, 7), torch.ones(1, 5)), 6, 1),
+    ("1 input and 6 targets", (torch.ones(1, 7), torch.ones(6, 5)), 1, 6),
+    ("three tensors", (torch.ones(2, 7), torch.ones(2, 5), torch.ones(2))),
+    ("one tensor of two rows", torch.ones(2, 7)),
+]
+NOTHING = ("no micro-batch", *refused(lambda w: w.batches.clear(), mentions=[0]))
 
 
-def bad(kinds: Mapping[str, tuple[Any, ...]], *places: int, tags: Iterable[str] = ()) -> Rows:
+def bad(kinds, *places):
     """A bad micro-batch of each kind, at these places in turn."""
 
-    def put_there(at: int, value: object) -> Twist:
-        return lambda w: w.batches.__setitem__(at, value)
+    def put_there(at, batch):
+        def twist(w):
+            w.batches[at], w.refused_at = batch, at // w.options.get("window", len(w.batches))
 
-    return {
-        f"{kind}, as micro-batch {at + 1}": (
-            *refused(put_there(at, batch), mentions=mentions),
-            tag("bad micro-batch", *tags),
-        )
-        for (kind, (batch, *mentions)), at in zip(kinds.items(), itertools.cycle(places))
-    }
+        return twist
 
-
-NOTHING: dict[str, Row] = {"no micro-batch": refused(lambda w: w.batches.clear(), mentions=("0",))}
-ACCUMULATE: dict[str, Rows] = {
-    "window": {
-        "9, 1 and 4 samples": (),
-        "one micro-batch, and a loss that is overwritten": (only(0), overwritten_loss),
-        "micro-batches of one size, the last smaller": (sizes(3, 3, 3, 3, 2),),
-        "12 micro-batches": (sizes(*range(1, 13)),),
-        "the same micro-batch again": (repeated,),
-        "nothing but the same micro-batch": (only(1, 1),),
-        "the same tensors, filled anew": (refilled,),
-        "samples of several lengths": (sequences,),
-        "tied weights": (tied,),
-        **LOSSES,
-    },
-    "step": STEPS,
-    "older": OLDER | OWN_LOSS,
-    "modes": MODES | BATCH_NORM,
-    "unusual": UNUSUAL,
-    "no gradient": NO_GRADIENT,
-    "foreign": FOREIGN,
-    "errors": ERRORS | failing("loss", 3),
-    "autocast": AUTOCAST,
-    "bad": {**bad(NO_PAIRS, 0, 1, 2), **NOTHING},
-}
+    for (kind, batch, *mentions), at in zip(kinds, itertools.cycle(places), strict=False):
+        row = refused(put_there(at, batch), mentions=mentions)
+        yield f"{kind}, as micro-batch {at + 1}", *row, tag("bad micro-batch")

@@ -1,14 +1,13 @@
 """One window of samples, in every world of scenarios.py, and its bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from kit.laws.checks import check_close
 from kit.laws.toys import mse
-from specs.gradient_accumulation import memory
+from kit.laws.twists import overwritten_loss
+from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import ACCUMULATED
 
 
@@ -39,29 +38,30 @@ class TestPart1Accumulate:
                 "every micro-batch is taken to be as large as the first": [6.0, -3.0],
                 "a hard-coded divisor of 4": [2.5, 1.0],
                 "a step for each micro-batch": [2.4375, 0.0],
-                "a step before the last gradient is there": [2.4375, 1.5],
                 "no step was taken": [3.0, 3.0],
             },
         )
 
     @pytest.mark.exact("accumulate", "gradients")
-    def test_gradients_and_loss_are_those_of_the_window_in_one_batch(self, answer, device):
+    @ACCUMULATED.spec()
+    def test_gradients_and_loss_are_those_of_the_window_in_one_batch(self):
         """An average of averages lived in frameworks for years (huggingface/transformers#24725)."""
-        ACCUMULATED.hold(answer, device, "window")
-
-    @pytest.mark.exact("accumulate", "gradients")
-    def test_older_gradients_do_not_count(self, answer, device):
-        ACCUMULATED.hold(answer, device, "older")
+        yield ("9, 1 and 4 samples",)
+        yield "one micro-batch, and a loss that is overwritten", scenarios.only(0), overwritten_loss
+        yield "the same micro-batch again", scenarios.repeated
+        yield "samples of several lengths", scenarios.sequences
+        yield from scenarios.LOSSES
 
     @pytest.mark.exact("accumulate", "step")
-    def test_steps_once_with_the_whole_windows_gradients(self, answer, device):
-        ACCUMULATED.hold(answer, device, "step")
+    @ACCUMULATED.spec()
+    def test_steps_once_with_the_whole_windows_gradients(self):
+        yield from scenarios.STEPS
 
     @pytest.mark.exact("accumulate", "passes")
-    def test_runs_the_model_once_on_each_micro_batch_in_the_mode_that_it_is_in(
-        self, answer, device
-    ):
-        ACCUMULATED.hold(answer, device, "modes")
+    @ACCUMULATED.spec()
+    def test_runs_the_model_once_on_each_micro_batch_in_the_mode_that_it_is_in(self):
+        yield from scenarios.MODES
+        yield "batch norm", scenarios.norm_first
 
     @pytest.mark.saves("accumulate", "memory")
     @memory.CASES
@@ -74,28 +74,36 @@ class TestPart1Accumulate:
         )
 
     @pytest.mark.survives("accumulate", "gradients")
-    def test_the_same_in_unusual_surroundings(self, answer, device):
-        """Other dtypes and modes, weights that lie otherwise, pairs of other types."""
-        ACCUMULATED.hold(answer, device, "unusual")
+    @ACCUMULATED.spec()
+    def test_the_same_in_unusual_surroundings(self):
+        """Other dtypes and modes, and pairs of other types."""
+        yield from scenarios.UNUSUAL
 
     @pytest.mark.survives("accumulate", 1)
-    def test_does_not_step_what_gets_no_gradient(self, answer, device):
+    @ACCUMULATED.spec()
+    def test_does_not_step_what_gets_no_gradient(self):
         """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""
-        ACCUMULATED.hold(answer, device, "no gradient")
+        yield scenarios.NO_GRADIENT
 
     @pytest.mark.survives("accumulate", 2)
-    def test_leaves_frozen_and_foreign_parameters_alone(self, answer, device):
-        ACCUMULATED.hold(answer, device, "foreign")
+    @ACCUMULATED.spec()
+    def test_leaves_frozen_and_foreign_parameters_alone(self):
+        yield from scenarios.FOREIGN
 
     @pytest.mark.survives("accumulate", 3)
-    def test_an_error_comes_through_and_no_step_is_taken(self, answer, device):
-        ACCUMULATED.hold(answer, device, "errors")
+    @ACCUMULATED.spec()
+    def test_an_error_comes_through_and_no_step_is_taken(self):
+        yield from scenarios.ERRORS
+        yield from scenarios.failing(loss=3)
 
     @pytest.mark.survives("accumulate", 4)
-    def test_the_callers_autocast_sees_the_weights_after_the_step(self, answer, device):
+    @ACCUMULATED.spec()
+    def test_the_callers_autocast_sees_the_weights_after_the_step(self):
         """It keeps copies of the weights until its block ends, which may be that of training."""
-        ACCUMULATED.hold(answer, device, "autocast")
+        yield from scenarios.AUTOCAST
 
     @pytest.mark.survives("accumulate", "Raises")
-    def test_refuses_a_bad_micro_batch_anywhere_before_anything_is_changed(self, answer, device):
-        ACCUMULATED.hold(answer, device, "bad")
+    @ACCUMULATED.spec()
+    def test_refuses_a_bad_micro_batch_anywhere_before_anything_is_changed(self):
+        yield from scenarios.bad(scenarios.NO_PAIRS, 0, 1, 2)
+        yield scenarios.NOTHING

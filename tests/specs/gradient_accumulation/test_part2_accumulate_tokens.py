@@ -1,15 +1,14 @@
-"""One window of tokens, in every world of tokens.py, and its bytes."""
-
-from __future__ import annotations
+"""One window of tokens, in every world of py, and its bytes."""
 
 import pytest
 import torch
 from torch import nn
 
 from kit.laws.checks import check_close
-from specs.gradient_accumulation import memory
-from specs.gradient_accumulation.laws import OF_TOKENS
-from specs.gradient_accumulation.tokens import rows
+from kit.laws.twists import option, refused, trained_before
+from specs.gradient_accumulation import memory, scenarios, tokens
+from specs.gradient_accumulation.laws import TOKENS
+from specs.gradient_accumulation.tokens import no_labels, of, rows, transposed
 
 
 class TestPart2AccumulateTokens:
@@ -46,25 +45,31 @@ class TestPart2AccumulateTokens:
         )
 
     @pytest.mark.exact("accumulate_tokens", "divisor")
-    def test_every_labelled_token_counts_once(self, answer, device):
+    @TOKENS.spec()
+    def test_every_labelled_token_counts_once(self):
         """With equal numbers a mean of means is right to 1e-7; with 12, 6, 3 and 1 it is far off.
 
         huggingface/transformers#24725, and meta-pytorch/torchtune#1875 for the remedy.
         """
-        OF_TOKENS.hold(answer, device, "divisor")
+        yield ("12, 6, 3 and 1 labelled tokens",)
+        yield "2,049 of 2,400 tokens labelled", of((4, 600, 2049), (1, 4, 4))
+        yield "the same tensors, filled anew", tokens.refilled
 
     @pytest.mark.exact("accumulate_tokens", "ignore_index")
-    def test_honours_ignore_index_in_the_loss_and_in_the_count(self, answer, device):
+    @TOKENS.spec()
+    def test_honours_ignore_index_in_the_loss_and_in_the_count(self):
         """0 is the padding of many tokenizers, and a class like any other for F.cross_entropy."""
-        OF_TOKENS.hold(answer, device, "ignore_index")
+        for n in (0, -1, 255):
+            chosen = option(ignore_index=n)
+            yield f"ignore_index {n}", chosen, of(*tokens.UNEQUAL, ignore_index=n)
+            yield f"ignore_index {n}, only one", chosen, of(tokens.UNEQUAL[1], ignore_index=n)
 
     @pytest.mark.exact("accumulate_tokens", "window")
-    def test_steps_once_with_the_gradients_of_this_window(self, answer, device):
-        OF_TOKENS.hold(answer, device, "window")
-
-    @pytest.mark.exact("accumulate_tokens", "window")
-    def test_runs_the_model_once_on_each_micro_batch_of_tokens(self, answer, device):
-        OF_TOKENS.hold(answer, device, "modes")
+    @TOKENS.spec()
+    def test_steps_once_with_the_gradients_of_this_window(self):
+        yield from scenarios.STEPS
+        yield from scenarios.MODES
+        yield "an adapter", tokens.adapter, trained_before
 
     @pytest.mark.saves("accumulate_tokens", "window")
     @memory.CASES_OF_TOKENS
@@ -77,28 +82,43 @@ class TestPart2AccumulateTokens:
         )
 
     @pytest.mark.survives("accumulate_tokens", "window")
-    def test_the_same_of_tokens_in_unusual_surroundings(self, answer, device):
-        OF_TOKENS.hold(answer, device, "unusual")
+    @TOKENS.spec()
+    def test_the_same_of_tokens_in_unusual_surroundings(self):
+        yield from scenarios.UNUSUAL
 
     @pytest.mark.survives("accumulate_tokens", 1)
-    def test_a_micro_batch_without_labels_adds_nothing(self, answer, device):
+    @TOKENS.spec()
+    def test_a_micro_batch_without_labels_adds_nothing(self):
         """A mean over no tokens is 0 / 0, and one NaN is in every gradient after it."""
-        OF_TOKENS.hold(answer, device, "no labels")
+        yield "no label in the first micro-batch", *no_labels(0)
+        yield "no label in the last micro-batch", *no_labels(3)
+        yield "one label in all", of((2, 3, 0), (1, 4, 1), (3, 2, 0)), scenarios.tag("no labels")
 
     @pytest.mark.survives("accumulate_tokens", 2)
-    def test_takes_slices_and_transposed_logits(self, answer, device):
+    @TOKENS.spec()
+    def test_takes_slices_and_transposed_logits(self):
         """F.cross_entropy looks for classes in dimension 1, and does not say so if it fits."""
-        OF_TOKENS.hold(answer, device, "strides")
+        yield "logits transposed", transposed
+        yield "as many places as classes", of((1, 5, 3), (3, 5, 8)), transposed
 
     @pytest.mark.survives("accumulate_tokens", 3)
-    def test_the_loss_of_a_model_in_sixteen_bits_is_float32(self, answer, device):
+    @TOKENS.spec()
+    def test_the_loss_of_a_model_in_sixteen_bits_is_float32(self):
         """A sum of losses over a few thousand tokens is infinite in float16."""
-        OF_TOKENS.hold(answer, device, "16 bits")
+        yield "a model in float16", tokens.IN_FLOAT16
+        yield "a model in bfloat16", tokens.IN_BFLOAT16
 
     @pytest.mark.survives("accumulate_tokens", 4)
-    def test_other_parameters_and_errors_are_as_in_accumulate(self, answer, device):
-        OF_TOKENS.hold(answer, device, "others")
+    @TOKENS.spec()
+    def test_other_parameters_and_errors_are_as_in_accumulate(self):
+        yield scenarios.NO_GRADIENT
+        yield from scenarios.FOREIGN
+        yield from scenarios.ERRORS
+        yield from scenarios.AUTOCAST
 
     @pytest.mark.survives("accumulate_tokens", "Raises")
-    def test_refuses_bad_tokens_anywhere_before_anything_is_changed(self, answer, device):
-        OF_TOKENS.hold(answer, device, "bad")
+    @TOKENS.spec()
+    def test_refuses_bad_tokens_anywhere_before_anything_is_changed(self):
+        yield from scenarios.bad(tokens.NO_TOKENS, 0, 1, 3)
+        yield scenarios.NOTHING
+        yield "no label in any place", *refused(of((2, 3, 0), (1, 5, 0)), mentions=[0])

@@ -1,15 +1,26 @@
 """Windows one after another in float32, in every world of scenarios.py, and their bytes."""
 
-from __future__ import annotations
+import math
 
 import pytest
 import torch
 from torch import nn
 
+from kit.laws import twists
 from kit.laws.checks import check_close
 from kit.laws.toys import mse
-from specs.gradient_accumulation import memory
-from specs.gradient_accumulation.laws import OF_AN_EPOCH
+from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
+from specs.gradient_accumulation import memory, scenarios
+from specs.gradient_accumulation.laws import EPOCH
+
+HALF, IN_BFLOAT16 = option(max_norm=0.5), put(dtype=torch.bfloat16)
+
+
+def nothing_to_train(w):
+    """The optimizer holds nothing that the model has."""
+    unused(w)
+    w.foreign = (*dict(w.model.named_parameters()),)
+    w.tags.add("foreign")
 
 
 class TestPart3TrainEpoch:
@@ -36,83 +47,102 @@ class TestPart3TrainEpoch:
             suspects={
                 "the last window is divided by 2 where 1 was there": [2.5, 3.0, 0.5, 1.0, 0.0],
                 "the last window is dropped because it is not full": [2.5, 3.0, 0.25],
-                "the last window's gradient is divided by 2 where 1 was there": [2.5, 3, 1, 1, 0],
                 "more micro-batches to a step than `window`": [2.6875, 3 + 1 / 6, 0.25 - 1 / 24],
                 "no step was taken": [2.5, 3.0, 3.0625, 3.5, 1.0],
             },
         )
 
     @pytest.mark.exact("train_epoch", "windows")
-    def test_every_window_is_as_in_accumulate(self, answer, device):
+    @EPOCH.spec()
+    def test_every_window_is_as_in_accumulate(self):
         """Frameworks divided a short last window by the full number.
 
         Lightning-AI/pytorch-lightning#19987; timoschick/pet#36 never stepped on it.
         """
-        OF_AN_EPOCH.hold(answer, device, "windows")
-
-    @pytest.mark.exact("train_epoch", "windows")
-    def test_runs_the_model_once_on_each_micro_batch_of_an_epoch(self, answer, device):
-        OF_AN_EPOCH.hold(answer, device, "modes")
+        yield ("seven micro-batches in windows of 3",)
+        yield "windows of 10", option(window=10)
+        yield "windows of 1, and an overwritten loss", option(window=1), twists.overwritten_loss
+        yield "samples of several lengths", scenarios.sequences
+        yield "a list", scenarios.tag("list")
+        yield "batch norm", scenarios.norm_first
+        yield from scenarios.STEPS
+        yield from scenarios.LOSSES
+        yield from scenarios.MODES
 
     @pytest.mark.exact("train_epoch", "data")
-    def test_takes_no_micro_batch_before_the_previous_window_has_stepped(self, answer, device):
+    @EPOCH.spec()
+    def test_takes_no_micro_batch_before_the_previous_window_has_stepped(self):
         """So data may be endless, or be made with the weights of the moment."""
-        OF_AN_EPOCH.hold(answer, device, "data")
+        yield "six micro-batches", scenarios.only(*range(6))
 
     @pytest.mark.exact("train_epoch", "clipping")
-    def test_clips_the_whole_windows_gradient_once(self, answer, device):
-        OF_AN_EPOCH.hold(answer, device, "clipping")
+    @EPOCH.spec()
+    def test_clips_the_whole_windows_gradient_once(self):
+        zero = put(loss=lambda out, y: mse(out, y) * 0)
+        yield "a loss with a parameter, clipped", twists.loss_with_a_parameter, HALF
+        yield "max_norm 1, and transposed weights", option(max_norm=1), scenarios.transposed_weights
+        yield "max_norm inf", option(max_norm=math.inf)
+        yield "gradients of zero", option(max_norm=1.0), zero
+        yield "a group for each parameter, clipped", HALF, put(groups=True)
 
     @pytest.mark.exact("train_epoch", "scheduler")
-    def test_the_schedule_advances_once_for_each_step(self, answer, device):
+    @EPOCH.spec()
+    def test_the_schedule_advances_once_for_each_step(self):
         """One that advances with every micro-batch ends too early (huggingface/accelerate#963)."""
-        OF_AN_EPOCH.hold(answer, device, "scheduler")
+        yield "no schedule", put(gamma=None)
+        yield "an infinite gradient, clipped", gradient(math.inf, 4), option(max_norm=1.0)
 
     @pytest.mark.saves("train_epoch", 6)
-    @memory.CASES
+    @memory.CASES_OF_AN_EPOCH
     def test_every_window_of_an_epoch_peaks_as_one_micro_batch(
         self, answer, reference, device, case
     ):
-        """Clipping included; the formulas are in memory.py."""
-        memory.check_peak(
-            memory.of_samples(case, device), memory.epoch_of_one_window, answer, reference
-        )
-
-    @pytest.mark.saves("train_epoch", 6)
-    @pytest.mark.parametrize("case", ["data", "gradients"])
-    def test_the_peak_does_not_grow_with_the_number_of_windows(
-        self, answer, reference, device, case
-    ):
-        """A window's data are gone when those of the next are made; one micro-batch may be left.
-        So are its gradients, clipped or not."""
-        memory.check_peak(
-            memory.of_samples(case, device),
-            memory.epoch_of_three_windows,
-            *(answer, reference, "peak of three windows above the baseline"),
-        )
+        """Clipping included; and a window's data are gone when those of the next are made."""
+        memory.check_peak(memory.of_samples(case, device), memory.epoch, answer, reference)
 
     @pytest.mark.survives("train_epoch", "windows")
-    def test_the_same_of_an_epoch_in_unusual_surroundings(self, answer, device):
-        OF_AN_EPOCH.hold(answer, device, "unusual")
+    @EPOCH.spec()
+    def test_the_same_of_an_epoch_in_unusual_surroundings(self):
+        """An autocast of the caller keeps its copies of the weights until it ends, or is told."""
+        yield from scenarios.UNUSUAL
+        yield "a model in float64, clipped", HALF, scenarios.in_float64
+        yield from scenarios.AUTOCAST
+        in_both, backward = (IN_BFLOAT16, *scenarios.IN_AUTOCAST), fails("backward", 5)
+        yield "in bfloat16, inside the caller's autocast", *in_both
+        yield "in bfloat16, inside it, and the backward pass fails", *in_both, backward
 
     @pytest.mark.survives("train_epoch", 1)
-    def test_parameters_without_a_gradient_and_those_of_others_stay(self, answer, device):
-        OF_AN_EPOCH.hold(answer, device, "others")
-
-    @pytest.mark.survives("train_epoch", "windows")
-    def test_no_window_trains_with_weights_that_an_autocast_has_kept(self, answer, device):
-        """An autocast of the caller keeps its copies of the weights until it ends, or is told."""
-        OF_AN_EPOCH.hold(answer, device, "autocast of the caller")
+    @EPOCH.spec()
+    def test_parameters_without_a_gradient_and_those_of_others_stay(self):
+        yield "a parameter without a gradient, clipped", unused, HALF
+        yield "a frozen parameter", twists.frozen, twists.stale, HALF
+        yield "a layer that joins after the first window", twists.joins, HALF
+        yield "a foreign parameter", foreign, HALF, scenarios.tag("foreign")
+        yield "a gradient of another optimizer", unused, scenarios.gradient_of_another(), HALF
+        yield "nothing that is held has a gradient", nothing_to_train, HALF
 
     @pytest.mark.survives("train_epoch", 2)
-    def test_what_is_finished_counts_when_an_error_ends_the_epoch(self, answer, device):
+    @EPOCH.spec()
+    def test_what_is_finished_counts_when_an_error_ends_the_epoch(self):
         """And no gradient is left of what is not."""
-        OF_AN_EPOCH.hold(answer, device, "errors")
+        yield from scenarios.failing(model=4, loss=5, backward=5, step=3, schedule=2, data=6)
+        yield "the step fails, and the next epoch", fails("step", 2), scenarios.tag("retried")
+        yield "the data fail at once", twists.stale, fails("data", 2), scenarios.tag("early")
+        others = (foreign, scenarios.gradient_of_another(), scenarios.tag("foreign"))
+        yield "the model fails, a foreign parameter", *others, fails("model", 5)
+        for name, *row in scenarios.bad(scenarios.NO_PAIRS, 3, 5, 6):
+            yield name, scenarios.norm_first, *row
 
     @pytest.mark.survives("train_epoch", "end")
-    def test_leaves_no_gradients(self, answer, device):
-        OF_AN_EPOCH.hold(answer, device, "end")
+    @EPOCH.spec()
+    def test_leaves_no_gradients(self):
+        yield "a loss with a weight, windows of 2", twists.loss_with_a_parameter, option(window=2)
 
     @pytest.mark.survives("train_epoch", "Raises")
-    def test_refuses_options_and_an_empty_epoch_before_anything_is_changed(self, answer, device):
-        OF_AN_EPOCH.hold(answer, device, "options")
+    @EPOCH.spec()
+    def test_refuses_options_and_an_empty_epoch_before_anything_is_changed(self):
+        for n in (0, -3):
+            yield f"window {n}", *refused(option(window=n), mentions=[n])
+        for norm in (-2.5, 0.0, math.nan):
+            yield f"max_norm {norm}", *refused(option(max_norm=norm), mentions=[norm])
+        yield *scenarios.NOTHING, scenarios.tag("early", "bad micro-batch")

@@ -1,28 +1,22 @@
-"""The worlds of accumulate_tokens, and what those of accumulate_on_ranks are made of."""
+"""The plain world of accumulate_tokens, and what it and accumulate_on_ranks are tried in."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
+import itertools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from kit.laws import draw
 from kit.laws.trace import Probe, World
-from kit.laws.twists import Twist, option, put, refused, stale, trained_before
-from specs.gradient_accumulation import scenarios as of_samples
-from specs.gradient_accumulation.scenarios import bad
-from specs.gradient_accumulation.twists import Row, Rows, only, refilled, repeated, tag
+from kit.laws.twists import option, put, stale
+from specs.gradient_accumulation.scenarios import tag
 
 CLASSES = 5
-Shapes = Sequence[tuple[int, int, int]]
 # Samples, length, labelled tokens: 12, 6, 3 and 1, and as many tokens without a label.
-UNEQUAL: Shapes = ((3, 4, 12), (2, 5, 6), (1, 9, 3), (4, 3, 1))
+UNEQUAL = ((3, 4, 12), (2, 5, 6), (1, 9, 3), (4, 3, 1))
 
 
-def labelled(shapes: Shapes, ignore_index: int = -100, seed: int = 5) -> list[Any]:
+def labelled(shapes, ignore_index=-100, seed=5):
     """Micro-batches of (samples, length) with so many labels at random places.
 
     Micro-batch n has tokens from n to n + 3 only, so that no two have similar gradients. Targets
@@ -40,118 +34,89 @@ def labelled(shapes: Shapes, ignore_index: int = -100, seed: int = 5) -> list[An
     return batches
 
 
-def language_model() -> nn.Sequential:
+def language_model():
     """From (samples, length) to logits (samples, length, 5), each token by itself."""
     draw.seed(4)
     return nn.Sequential(nn.Embedding(8, 6), Probe(), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
-def tokens() -> World:
+def tokens():
     sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     return World(language_model(), labelled(UNEQUAL), sgd=sgd)
 
 
-def of(*shapes: tuple[int, int, int], ignore_index: int = -100) -> Twist:
+def of(*shapes, ignore_index=-100):
     return lambda w: put(batches=labelled(shapes, ignore_index))(w)
 
 
-def adapter(w: World) -> None:
+def refilled(w):
+    """The next window comes in the same tensors."""
+
+    def visit(place):
+        for tensor in itertools.chain(*w.batches) if place == "next window" else ():
+            tensor[:, 1:] = tensor[:, :1]
+
+    w.visits, w.tags = visit, {*w.tags, "twice", "no labels"}
+
+
+def adapter(w):
     """A parameter that is no part of the model is trained with it."""
     shift = w.extra["adapter"] = nn.Parameter(torch.zeros(CLASSES))
     shift.grad = torch.full_like(shift, 1000.0)
     w.model.register_forward_hook(lambda _, args, logits: logits + shift)
 
 
-def transposed(w: World) -> None:
+def transposed(w):
     """Logits lie in memory as a convolution leaves them."""
     w.model.register_forward_hook(lambda _, args, logits: logits.mT.contiguous().mT)
 
 
-def masked(w: World) -> None:
+def masked(w):
     """The last class is padding: no target, and the model never gives it a chance."""
     mask = torch.zeros(CLASSES)
     mask[-1] = -torch.inf
     w.model.register_forward_hook(lambda _, args, logits: logits + mask.to(logits.device))
 
 
-def in_sixteen_bits(dtype: torch.dtype, cost: float = 1e4) -> Row:
-    """A label costs `cost` and some 0.6, or little if it is the last class.
+def in_sixteen_bits(dtype, cost):
+    """A label costs `cost` and some 0.6, or little if it is the last class."""
 
-    Seven times 10,000 is no number of float16, and 2048.6 is none either.
-    """
-
-    def twist(w: World) -> None:
+    def twist(w):
         w.model.to(dtype)
         surprise = torch.tensor([-cost] * (CLASSES - 1) + [0.6], dtype=dtype)
         w.model.register_forward_hook(lambda _, args, out: out + surprise.to(out.device))
+        w.tags.add("16 bits")
 
-    return (twist, tag("16 bits"))
+    return twist
 
 
-def no_labels(at: int) -> Row:
+# Seven times 10,000 is no number of float16.
+IN_FLOAT16, IN_BFLOAT16 = in_sixteen_bits(torch.float16, 1e4), in_sixteen_bits(torch.bfloat16, 50.0)
+
+
+def no_labels(at):
     """Micro-batch `at` of four has no label."""
     shapes, padding = [*UNEQUAL[:at], (2, 3, 0), *UNEQUAL[at:3]], CLASSES - 1
     chosen = (of(*shapes, ignore_index=padding), option(ignore_index=padding))
     return (*chosen, masked, stale, tag("no labels"))
 
 
-def rows(one: float, other: float) -> Tensor:
+def rows(one, other):
     """Where the two rows of the model in the steps by hand have moved."""
     return torch.tensor([[one, -one], [-other, other]])
 
 
-def ids(*shape: int) -> Tensor:
+def ids(*shape):
     return torch.ones(shape, dtype=torch.int64)
 
 
-NO_TOKENS: dict[str, tuple[Any, ...]] = {
-    "no samples": ((ids(0, 3), ids(0, 3)), "0"),
-    "no length": ((ids(3, 0), ids(3, 0)), "0"),
-    "a dimension more": ((ids(2, 3), ids(2, 3, 1)),),
-    "another length": ((ids(2, 5), ids(2, 4)), "5", "4"),
-    "as many elements": ((ids(2, 6), ids(6, 2)), "2", "6"),
-    "one target for all": ((ids(4, 3), ids(1, 3)), "4", "1"),
-    "three tensors": ((ids(2, 3), ids(2, 3), ids(2, 3)),),
-    "one tensor of two rows": (ids(2, 3),),
-}
-NO_LABEL: Rows = {
-    f"no label in any place, ignore_index {n}": refused(
-        of((2, 3, 0), (1, 5, 0), ignore_index=n), option(ignore_index=n), mentions=("0",)
-    )
-    for n in (-100, 2)
-}
-TOKENS: dict[str, Rows] = {
-    "divisor": {
-        "12, 6, 3 and 1 labelled tokens": (),
-        "one micro-batch": (only(1),),
-        "2,049 of 2,400 tokens labelled": (of((4, 600, 2049), (1, 4, 4)),),
-        "12 micro-batches": (of(*[(2, n, n) for n in range(1, 13)]),),
-        "the same micro-batch again": (repeated,),
-        "the same tensors, filled anew": (refilled, tag("no labels")),
-        "infinite losses": (masked,),
-    },
-    "16 bits": {
-        "a model in float16": in_sixteen_bits(torch.float16),
-        "a model in bfloat16": in_sixteen_bits(torch.bfloat16, 50.0),
-        "in float16, with losses of 2,048 and some": in_sixteen_bits(torch.float16, 2048.0),
-    },
-    "ignore_index": {
-        f"ignore_index {n}, {len(window)} of the micro-batches": (
-            of(*window, ignore_index=n),
-            option(ignore_index=n),
-        )
-        for n in (0, -1, -7, 255)
-        for window in (UNEQUAL, UNEQUAL[1:2])
-    },
-    "window": of_samples.STEPS | of_samples.OLDER | {"an adapter": (adapter, trained_before)},
-    "modes": of_samples.MODES,
-    "unusual": of_samples.UNUSUAL,
-    "no labels": {f"no label in micro-batch {at + 1}": no_labels(at) for at in (0, 1, 3)}
-    | {"one label in all": (of((2, 3, 0), (1, 4, 1), (3, 2, 0)), tag("no labels"))},
-    "strides": {
-        "logits transposed": (transposed,),
-        "as many places as classes": (of((1, 5, 3), (3, 5, 8)), transposed),
-    },
-    "others": of_samples.NO_GRADIENT | of_samples.FOREIGN | of_samples.ERRORS | of_samples.AUTOCAST,
-    "bad": {**bad(NO_TOKENS, 0, 1, 3), **of_samples.NOTHING, **NO_LABEL},
-}
+NO_TOKENS = [
+    ("no samples", (ids(0, 3), ids(0, 3)), 0),
+    ("no length", (ids(3, 0), ids(3, 0)), 0),
+    ("a dimension more", (ids(2, 3), ids(2, 3, 1))),
+    ("another length", (ids(2, 5), ids(2, 4)), 5, 4),
+    ("as many elements", (ids(2, 6), ids(6, 2)), 2, 6),
+    ("one target for all", (ids(4, 3), ids(1, 3)), 4, 1),
+    ("three tensors", (ids(2, 3), ids(2, 3), ids(2, 3))),
+    ("one tensor of two rows", ids(2, 3)),
+]
