@@ -46,8 +46,7 @@ class Causes:
             f"{kata}: fewer than {LEAST} % have their cause named; these have not: "
             + ", ".join(sorted(name for name, is_named in named.items() if not is_named))
             for kata, named in self._named.items()
-            if _percent(named) < LEAST
-            and len(named) >= _WHOLE * len(catalogue(find_kata(kata))[0])
+            if _percent(named) < LEAST and len(named) >= _WHOLE * len(catalogue(find_kata(kata))[0])
         ]
         if self._complaints and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
