@@ -1,6 +1,7 @@
 """The closed form, compared with published figures and with sums on the page."""
 
 from enum import IntEnum
+from fractions import Fraction
 from itertools import product
 
 import numpy as np
@@ -16,8 +17,8 @@ ZERO = "stage 1 divides the state, 2 also gradients, 3 also weights"
 
 def call(answer, words):
     """The arguments as one writes them."""
-    known = {"training_bytes": answer.training_bytes, "np": np, "THREE": THREE}
-    return eval(f"training_bytes({words})", known)
+    known = {"np": np, "Fraction": Fraction, "THREE": THREE}
+    return eval(f"training_bytes({words})", known | {"training_bytes": answer.training_bytes})
 
 
 @scenarios("bytes")
@@ -87,7 +88,6 @@ class TestPart4TrainingBytes:
     @counts("a frozen weight takes half a byte")
     def test_adds_adapters_to_4_bit_weights(self):
         yield "1000, 'lora_4bit', trainable=30", 500 + 30 * 16
-        yield "1000, 'lora_4bit', trainable=30, zero_stage=2, ranks=4", 500 + 30 * 4 + 8 * 12
 
     @pytest.mark.survives("training_bytes", 1)
     @counts("bytes are divided, or a shard is rounded down")
@@ -111,7 +111,6 @@ class TestPart4TrainingBytes:
     @pytest.mark.survives("training_bytes", 4)
     @counts("0 is taken for nothing given")
     def test_takes_0_for_a_count(self):
-        yield "0, 'adam'", 0
         yield "100, 'lora_16bit', trainable=0", 200
         yield "0, 'lora_4bit', trainable=3, zero_stage=3, ranks=2", 32
 
@@ -120,7 +119,7 @@ class TestPart4TrainingBytes:
         """Also where the value would be refused: 0.5 and -2.5 are no counts of the wrong size."""
         calls = ["{}, 'adam'", "10, 'adam', ranks={}", "10, 'adam', zero_stage={}"]
         calls.append("10, 'lora_4bit', trainable={}")
-        kinds = {"7e9": 7e9, "2.0": 2.0, "0.5": 0.5, "-2.5": -2.5, "np.int32(2)": 2}
+        kinds = {"7e9": 7e9, "2.0": 2.0, "-2.5": -2.5, "np.int32(2)": 2, "Fraction(2)": 2}
         bad = {words.format(n): kinds[n] for words, n in product(calls, kinds)}
         check_refusals(answer, TypeError, bad)
         lora = "THREE, 'lora_16bit', trainable=THREE, zero_stage=THREE, ranks=THREE"
