@@ -116,7 +116,7 @@ class TestPart4TrainingBytes:
 
     @pytest.mark.survives("training_bytes", 5)
     def test_refuses_what_is_no_int(self, answer):
-        """Also where the value would be refused: 0.5 and -2.5 are no counts of the wrong size."""
+        """Also where the value would be refused: -2.5 is no count of the wrong size."""
         calls = ["{}, 'adam'", "10, 'adam', ranks={}", "10, 'adam', zero_stage={}"]
         calls.append("10, 'lora_4bit', trainable={}")
         kinds = {"7e9": 7e9, "2.0": 2.0, "-2.5": -2.5, "np.int32(2)": 2, "Fraction(2)": 2}
