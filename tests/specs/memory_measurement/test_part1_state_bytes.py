@@ -167,8 +167,7 @@ class TestPart1StateBytes:
     @counts("storages without memory are not counted, or as one: the address of each is 0")
     def test_counts_tensors_on_the_meta_device(self):
         whole, more = torch.zeros(10, device="meta"), torch.zeros(4, device="meta")
-        layer = nn.Linear(8, 4, device="meta")
-        model = with_buffers(layer, part=whole[2:7], whole=whole, more=nn.Parameter(more))
+        model = with_buffers(nn.Linear(8, 4, device="meta"), part=whole[2:7], whole=whole, more=more)
         state = with_state(nn.Linear(1, 1), first=torch.zeros_like(more), second=whole.clone())
         yield "a layer, buffers and state", (4 * 36, 0, 40 + 16, 16 + 40), model, state
 
@@ -187,7 +186,9 @@ class TestPart1StateBytes:
     def test_refuses_what_is_no_model_or_optimizer(self, answer):
         """A likeness has all that is read of a model and of an optimizer."""
         model = nn.Linear(2, 2)
-        likeness = SimpleNamespace(parameters=model.parameters, buffers=model.buffers, state={})
+        of_both = {"parameters": model.parameters, "buffers": model.buffers, "state": {}}
+        wraps = {"module": model, "optimizer": Optimizer(model.parameters(), {})}
+        likeness = SimpleNamespace(**of_both, **wraps, param_groups=[])
         for bad in (({},), (likeness,), (model, [1.5]), (model, []), (model, likeness)):
             name = type(bad[-1]).__name__
             call, when = (lambda bad=bad: answer.state_bytes(*bad)), f"for a {name}"

@@ -41,7 +41,6 @@ class TestPart3PeakMemory:
         yield "12 KiB for a moment beside 8 that stay", (2, 12 + 8, 8), step, [x]
         ends = lambda: kept.extend(floats(4).neg().neg().neg() for _ in range(8))  # noqa: E731
         yield "the ends of 8 chains, where others were", (0, 7 * 4 + 2 * 4, 8 * 4), ends
-        yield "then a small step", (0, 4, 0), lambda: floats(4)
         x.grad, y = floats(2), x.requires_grad_().view_as(x)
         y.register_hook(lambda grad: (grad.new_ones(3 * KIB), None)[1])
         backward = partial(y.backward, torch.ones_like(x))

@@ -119,6 +119,8 @@ class TestPart4TrainingBytes:
         """Also where the value would be refused: -2.5 is no count of the wrong size."""
         calls = ["{}, 'adam'", "10, 'adam', ranks={}", "10, 'adam', zero_stage={}"]
         calls.append("10, 'lora_4bit', trainable={}")
+        for words in calls:
+            call(answer, words.format(2))  # for a cache, 2.0 is no other number
         kinds = {"7e9": 7e9, "2.0": 2.0, "-2.5": -2.5, "np.int32(2)": 2, "Fraction(2)": 2}
         bad = {words.format(n): kinds[n] for words, n in product(calls, kinds)}
         check_refusals(answer, TypeError, bad)
