@@ -166,7 +166,7 @@ class TestPart1StateBytes:
     @pytest.mark.survives("state_bytes", 4)
     @counts("storages without memory are not counted, or as one: the address of each is 0")
     def test_counts_tensors_on_the_meta_device(self):
-        flat, more = torch.zeros(10, device="meta"), torch.zeros(4, device="meta")
+        flat, more = torch.zeros(10, device="meta"), nn.Parameter(torch.zeros(4, device="meta"))
         model = with_buffers(nn.Linear(8, 4, device="meta"), part=flat[2:7], flat=flat, more=more)
         state = with_state(nn.Linear(1, 1), first=torch.zeros_like(more), second=flat.clone())
         yield "a layer, buffers and state", (4 * 36, 0, 40 + 16, 16 + 40), model, state
