@@ -1,6 +1,6 @@
 """Bytes of training state, each compared with a formula."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import product
 from types import SimpleNamespace
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import AveragedModel
 
 from kit.laws.checks import check_bar, check_equal, check_raises
 from kit.laws.scenarios import scenarios
@@ -28,23 +26,10 @@ def trained(*widths):
     return model
 
 
-def stepped(optimizer):
-    optimizer.step()
-    return optimizer
-
-
 def with_state(model, **state):
     optimizer = Optimizer(model.parameters(), {})
     optimizer.state[next(model.parameters())] = state
     return optimizer
-
-
-class OwnList(list):
-    """As libraries derive one."""
-
-
-class OwnDict(dict):
-    """Likewise."""
 
 
 def with_buffers(model=None, **tensors):
@@ -68,7 +53,7 @@ def on_one_storage(*kinds):
         elif kind == "gradient":
             p.grad = part
         elif kind == "buffer":
-            model.register_buffer(f"buffer{n}", part)
+            model.register_buffer(f"buffer{n}", part.view(torch.int32))
         elif kind == "optimizer state":
             optimizer.state[p] = {"moment": part}
         else:
@@ -82,17 +67,14 @@ class TestPart1StateBytes:
     @counts("a kind is left out, or the state is guessed from the optimizer's kind")
     def test_counts_parameters_gradients_and_optimizer_state(self):
         """Adam: two moments for each of 70 parameters, a float32 step counter for each tensor."""
-        model, size = trained(7, 11, 3), 4 * (7 * 11 + 11 + 11 * 3 + 3)
-        momentum = stepped(SGD(model.parameters(), 0.1, momentum=0.9))
-        yield "momentum", (size, size, 0, size), model, momentum
         adam = Adam((model := trained(13, 5)).parameters())
         yield "Adam before its first step", (280, 280, 0, 0), model, adam
         adam.register_state_dict_post_hook(lambda *_: {"state": {}, "param_groups": []})
-        yield "Adam after it, unsaved", (280, 280, 0, 2 * 280 + 2 * 4), model, stepped(adam)
-        yield "no momentum", (280, 280, 0, 0), model, stepped(SGD(model.parameters(), 0.1))
+        adam.step()
+        yield "Adam after it, unsaved", (280, 280, 0, 2 * 280 + 2 * 4), model, adam
         both = [*model.parameters(), *trained(4, 2).parameters()]  # a loss has parameters too
-        both = stepped(SGD(both, 0.1, momentum=0.9))
-        yield "momentum of two models", (280, 280, 0, 280 + 40), model, both
+        (momentum := SGD(both, 0.1, momentum=0.9)).step()
+        yield "momentum of two models", (280, 280, 0, 280 + 40), model, momentum
         model.append(with_buffers(trained(5, 2), own=torch.zeros(3)))
         want = (280 + 48, 280 + 48, 12, 2 * 280 + 2 * 4)
         yield "Adam, and the model has one more layer", want, model, adam
@@ -102,19 +84,16 @@ class TestPart1StateBytes:
     def test_counts_every_parameter(self):
         deep = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 3)), "head": nn.Linear(3, 1)})
         yield "layers within layers", (4 * (9 + 4), 0, 0, 0), deep
-        yield "a frozen layer", (4 * 18, 0, 0, 0), nn.Linear(5, 3).requires_grad_(False)
         numbers = {torch.bfloat16: 7, torch.complex64: 5, torch.float64: 3, torch.int8: 11}
         zeros = [nn.Parameter(torch.zeros(n, dtype=t), False) for t, n in numbers.items()]
-        size = 2 * 7 + 8 * 5 + 8 * 3 + 11
-        yield "several dtypes", (size, 0, 0, 0), nn.ParameterList(zeros)
+        yield "many dtypes, frozen", (2 * 7 + 8 * 5 + 8 * 3 + 11, 0, 0, 0), nn.ParameterList(zeros)
 
     @pytest.mark.exact("state_bytes", "gradients")
     @counts("p.grad is not asked of every parameter")
     def test_counts_every_gradient_that_is_there(self):
-        model = nn.Sequential(trained(3, 4), nn.Linear(4, 6))
-        yield "gradients of one layer", (4 * (16 + 30), 4 * 16, 0, 0), model
-        (model := trained(5, 3))[0].weight.requires_grad_(False)  # it keeps the gradient it has
-        yield "frozen after the backward pass", (4 * 18, 4 * 18, 0, 0), model
+        model = nn.Sequential(trained(5, 3), nn.Linear(3, 6))
+        model[0].requires_grad_(False)  # it keeps the gradients that it has
+        yield "one frozen layer has gradients", (4 * (18 + 24), 4 * 18, 0, 0), model
         weight = (model := trained(5, 3))[0].weight
         weight.data = weight.data.bfloat16()
         yield "cast after the backward pass", (2 * 15 + 4 * 3, 4 * 18, 0, 0), model
@@ -130,7 +109,6 @@ class TestPart1StateBytes:
         numbers = {torch.bool: 17, torch.int64: 5, torch.complex64: 9}
         zeros = {str(t)[6:]: torch.zeros(n, dtype=t) for t, n in numbers.items()}
         yield "several dtypes", (0, 0, 17 + 8 * 5 + 8 * 9, 0), with_buffers(none=None, **zeros)
-        yield "an averaged model with its counter", (96, 0, 8, 0), AveragedModel(nn.Linear(7, 3))
 
     @pytest.mark.exact("state_bytes", "sharing")
     @counts("something else than the storage decides what was counted before")
@@ -139,8 +117,6 @@ class TestPart1StateBytes:
         embedding, head, twin = (nn.Embedding(19, 6) for _ in range(3))
         head.weight, twin.weight = embedding.weight, nn.Parameter(embedding.weight.detach())
         yield "tied in two ways", (4 * 19 * 6, 0, 0, 0), nn.ModuleList([embedding, head, twin])
-        bits = with_buffers(model := nn.Linear(8, 4), bits=model.weight.detach().view(torch.int32))
-        yield "a buffer that reads it as integers", (144, 0, 0, 0), bits
         for pair in product(KINDS, repeat=2):
             yield f"one storage: {' and '.join(pair)}", *on_one_storage(*pair)
 
@@ -149,8 +125,6 @@ class TestPart1StateBytes:
         """zero_grad(set_to_none=True) frees P bytes, set_to_none=False none: bar 0 against P."""
         (model := trained(16, 64, 8).to(device)).zero_grad(set_to_none=False)
         plain = answer.state_bytes(model).gradients
-        want, cause = 4 * (16 * 64 + 64 + 64 * 8 + 8), "zeros are memory too"
-        check_equal(plain, want, "bytes of gradients of zero", cause=cause)
         model.zero_grad(set_to_none=True)
         got, cause = answer.state_bytes(model).gradients, "gradients are as large as parameters"
         title, formula = "gradients after set_to_none=True", "no gradient, no bytes"
@@ -159,14 +133,10 @@ class TestPart1StateBytes:
     @pytest.mark.survives("state_bytes", 1)
     @counts("the size is taken from the tensor, and not from its storage")
     def test_counts_a_view_as_the_storage_behind_it(self):
-        """With gaps: rows of 3 floats, 10 apart; the last float of four rows is number 33."""
-        wide = torch.zeros(3, 1).expand(3, 1000)
-        yield "an expanded buffer", (0, 0, 12, 0), with_buffers(wide=wide)
+        yield "an expanded row", (0, 0, 12, 0), with_buffers(wide=torch.zeros(3, 1).expand(3, 99))
         large, odd = torch.zeros(500), torch.zeros(100).double()
         slices = with_buffers(first=large[:1], second=large[1:3], odd=odd[1::2])
         yield "slices of large tensors", (0, 0, 4 * 500 + 8 * 100, 0), slices
-        gaps = with_buffers(gaps=torch.empty_strided((4, 3), (10, 1)))
-        yield "a buffer with gaps", (0, 0, 4 * 33, 0), gaps
         (model := nn.Linear(8, 4)).weight.untyped_storage().resize_(0)
         yield "a weight that FSDP has freed", (4 * 4, 0, 0, 0), model
 
@@ -183,7 +153,8 @@ class TestPart1StateBytes:
         optimizer.state["shared"] = torch.zeros(5)
         want = (24, 0, 0, 4 * 9 + 2 * 4 + 13 + 4 * 5)
         yield "an ordered dict, a named tuple, 8-bit codes, no dict", want, model, optimizer
-        optimizer = with_state(model, own=OwnDict(m=OwnList([torch.zeros(9)])))
+        own_list = type("OwnList", (list,), {})  # as libraries derive one
+        optimizer = with_state(model, own=Counter(m=own_list([torch.zeros(9)])))
         yield "subclasses of dict and list", (24, 0, 0, 4 * 9), model, optimizer
 
     @pytest.mark.survives("state_bytes", 3)
@@ -195,13 +166,10 @@ class TestPart1StateBytes:
     @pytest.mark.survives("state_bytes", 4)
     @counts("storages without memory are not counted, or as one: the address of each is 0")
     def test_counts_tensors_on_the_meta_device(self):
-        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)).to("meta")
-        model[1].weight = model[0].weight
-        yield "tied layers", (4 * (32 + 4 + 8), 0, 0, 0), model
-        whole, more = torch.zeros(10, device="meta"), torch.zeros(4, device="meta")
-        model = with_buffers(part=whole[2:7], whole=whole, weight=nn.Parameter(more))
-        state = with_state(nn.Linear(1, 1), first=torch.zeros_like(more), second=whole.clone())
-        yield "buffers and state", (0, 0, 40 + 16, 16 + 40), model, state
+        flat, more = torch.zeros(10, device="meta"), nn.Parameter(torch.zeros(4, device="meta"))
+        model = with_buffers(nn.Linear(8, 4, device="meta"), part=flat[2:7], flat=flat, more=more)
+        state = with_state(nn.Linear(1, 1), first=torch.zeros_like(more), second=flat.clone())
+        yield "a layer, buffers and state", (4 * 36, 0, 40 + 16, 16 + 40), model, state
 
     @pytest.mark.survives("state_bytes", 5)
     def test_changes_nothing(self, answer, device):
@@ -217,11 +185,11 @@ class TestPart1StateBytes:
     @pytest.mark.survives("state_bytes", "Raises")
     def test_refuses_what_is_no_model_or_optimizer(self, answer):
         """A likeness has all that is read of a model and of an optimizer."""
-        sgd = SGD((model := nn.Linear(2, 2)).parameters(), 0.1)
-        read = {"parameters": model.parameters, "buffers": model.buffers, "state": sgd.state}
-        likeness = SimpleNamespace(**read, module=model, optimizer=sgd, param_groups=[])
-        no_optimizers = ([1.5], [], {}, StepLR(sgd, 1), likeness)
-        for bad in (({},), (likeness,), *((model, bad) for bad in no_optimizers)):
+        model = nn.Linear(2, 2)
+        of_both = {"parameters": model.parameters, "buffers": model.buffers, "state": {}}
+        wraps = {"module": model, "optimizer": Optimizer(model.parameters(), {})}
+        likeness = SimpleNamespace(**of_both, **wraps, param_groups=[])
+        for bad in (({},), (likeness,), (model, [1.5]), (model, []), (model, likeness)):
             name = type(bad[-1]).__name__
             call, when = (lambda bad=bad: answer.state_bytes(*bad)), f"for a {name}"
             check_raises(call, TypeError, mentions=[name], when=when)
