@@ -142,6 +142,10 @@ class Side:
             self.load_state_dict(kept(self.state_dict()))
         return self.optimizer is optimizer
 
+    def loaded(self):
+        """What was read from the file, now."""
+        return kept(self.saved)
+
     def seen(self):
         plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())
         grads = {name: p.grad for name, p in params.items() if p.grad is not None}
@@ -173,11 +177,3 @@ def not_rounded(got, want):
 def agrees(answer, device, name, script, optimizer=SGD, build=layer):
     sides = (Side(make, build, optimizer) for make in (answer.MasterWeights, Twin))
     return tuple(play(side, script) for side in sides)
-
-
-@scenarios("what was loaded")
-def leaves_what_it_loads(answer, device, name, script, optimizer, build=layer):
-    sides = [Side(make, build, optimizer) for make in (answer.MasterWeights, Twin)]
-    for side in sides:
-        play(side, script)
-    return tuple(kept(side.saved) for side in sides)

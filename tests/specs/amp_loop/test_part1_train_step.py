@@ -253,13 +253,6 @@ class TestPart1TrainStep:
         for dtype in (torch.bfloat16, torch.float16):
             yield f"where it is off, inside {dtype}", twists.inside_autocast(dtype), off
 
-    @pytest.mark.survives("train_step", "untouched")
-    @in_each_precision
-    def test_the_mode_is_the_callers(self):
-        yield "dropout", insert(lambda: nn.Dropout(0.5))
-        yield "one layer in eval mode", insert(lambda: nn.Dropout(0.5), layer_train=False)
-        yield "batch norm in eval mode", insert(lambda: nn.BatchNorm1d(13), train=False)
-
     @pytest.mark.survives("train_step", 5)
     @in_each_precision
     def test_an_error_comes_through_and_no_step_is_taken(self):
