@@ -16,19 +16,7 @@ from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.masters import (
-    ADAM,
-    GROUPS,
-    SGD,
-    SMALL,
-    Pairs,
-    Side,
-    agrees,
-    hollow,
-    layer,
-    spoiled,
-    tangled,
-)
+from specs.amp_loop.masters import ADAM, GROUPS, SGD, SMALL, History, Side, agrees, layer, tangled
 
 
 class TestPart4MasterWeights:
@@ -38,7 +26,6 @@ class TestPart4MasterWeights:
         """20 updates of 2**-12 on weights from 1 on: each alone is rounded away, together 0.005."""
         for dtype in (torch.bfloat16, torch.float16):
             yield str(dtype), "; ".join(["backward(); step()"] * 20), SMALL, partial(layer, dtype)
-        yield "views of the weights", "backward(); step(); views(); reload(); views()"
 
     @pytest.mark.exact("MasterWeights", "step")
     @agrees("compare with float32 training: widen, divide, look, step, round, drop gradients")
@@ -79,31 +66,26 @@ class TestPart4MasterWeights:
         "float32 gradients are kept after the step, or a copy of something is",
     )
     def test_holds_sixteen_bytes_a_parameter(self, device):
-        """2 weight + 2 gradient + 4 master + 8 Adam; with float32 gradients kept it would be 20.
+        """2 weight + 2 gradient + 4 master + 8 Adam, after a load too; float32 gradients make 20.
 
-        The bar adds 1 % for step counters and the rounding of storages to 512 bytes. The same after
-        its own state was loaded into it.
+        The bar adds 1 % for step counters and the rounding of storages to 512 bytes.
         """
 
-        def held(module, loads):
+        def held(module):
             model, kept = mlp(320, 480, device=device)[0].to(torch.bfloat16), []
-
-            def step():
-                model(torch.ones(2, 320, device=device, dtype=torch.bfloat16)).sum().backward()
-                kept[0].step()
+            ones = torch.ones(2, 320, device=device, dtype=torch.bfloat16)
 
             def train():
-                kept.append(module.MasterWeights(model, torch.optim.Adam))
-                step()
-                if loads:
-                    kept[0].load_state_dict(copy.deepcopy(kept[0].state_dict()))
-                    step()
+                kept.append(trainer := module.MasterWeights(model, torch.optim.Adam))
+                for _ in range(2):
+                    trainer.load_state_dict(copy.deepcopy(trainer.state_dict()))
+                    model(ones).sum().backward()
+                    trainer.step()
 
-            return bytes_of(model) + measure(train, device, known=[model]).retained
+            return bytes_of(model) + measure(train, device, known=[model, ones]).retained
 
         count = 320 * 480 + 480
-        most = lambda module: max(held(module, loads) for loads in (False, True))  # noqa: E731
-        return most, 1.01 * 16 * count, 20 * count
+        return held, 1.01 * 16 * count, 20 * count
 
     @pytest.mark.survives("MasterWeights", 1)
     @agrees("gradients are divided in 16 bits and underflow, or are not divided")
@@ -117,10 +99,8 @@ class TestPart4MasterWeights:
     @agrees("frozen parameters need no master, a tied one needs one, an empty one has no maximum")
     def test_trains_a_model_with_frozen_and_tied_parameters(self):
         for call in ("zero_grad()", "reload()"):
-            for build in (tangled, hollow):
-                script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
-                yield f"{build.__name__}, {call}", script, SGD, build
-        yield "a NaN in a frozen layer's gradient", "backward(); step(); step(8.0)", SGD, spoiled
+            script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
+            yield call, script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", 3)
     @agrees("an earlier gradient, or zeros, step a parameter without one")
@@ -147,11 +127,15 @@ class TestPart4MasterWeights:
     @agrees("masters or moments that were loaded are those of the file, not copies")
     def test_a_loaded_state_is_copied(self):
         script = "backward(); step(); reload(); backward(); step(); loaded()"
-        pairs = partial(Pairs, lr=0.125, momentum=0.5)
-        kinds = {"Adam": ADAM, "SGD": SGD, "groups": GROUPS, "tensors in a list": pairs}
+        history = partial(History, lr=0.125, momentum=0.5)
+        kinds = {"Adam": ADAM, "SGD": SGD, "groups": GROUPS, "tensors in a list": history}
         for name, optimizer in kinds.items():
             yield f"a step after a load, {name}", script, optimizer
-        yield "after an overflow", f"{script}; backward(3e4, nan); reload(); step(8.0); loaded()", SGD
+        yield (
+            "after an overflow",
+            f"{script}; backward(3e4, nan); reload(); step(8.0); loaded()",
+            SGD,
+        )
         yield "frozen and tied", script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", "Raises")
@@ -178,16 +162,16 @@ class TestPart4MasterWeights:
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_state_of_other_masters_or_another_optimizer(self, answer):
         """A number or a row would be spread over a whole master by copy_."""
-        makes = {"its kind": ADAM, "two groups, not one": GROUPS, "SGD, not Adam": SGD}
-        side, others = Side(answer.MasterWeights, layer, ADAM), {}
-        for what, make in makes.items():
-            play(each := Side(answer.MasterWeights, layer, make), "backward(); step()")
-            others[what] = {"optimizer": kept(each.state_dict())["optimizer"]}
-        before, saved = side.seen(), kept(each.state_dict()) | others.pop("its kind")
-        for shapes in (
-            *([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(3, 5), (4,)], [(5,), (3,)]),
-            [(5, 3), (3,)],
-        ):
+
+        def saved_with(optimizer):
+            play(other := Side(answer.MasterWeights, layer, optimizer), "backward(); step()")
+            return kept(other.state_dict())
+
+        side, saved = Side(answer.MasterWeights, layer, ADAM), saved_with(ADAM)
+        before, others = side.seen(), {}
+        for what, make in {"two groups, not one": GROUPS, "SGD, not Adam": SGD}.items():
+            others[what] = {"optimizer": saved_with(make)["optimizer"]}
+        for shapes in ([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(5,), (3,)], [(5, 3), (3,)]):
             bad = {"masters": [*map(torch.zeros, shapes)]}
             others[f"masters of {shapes}, not (3, 5) and (3,)"] = bad
         for what, bad in others.items():
