@@ -34,21 +34,11 @@ def in_float64(w):
     w.batches = [(x, y.double()) for x, y in w.batches]
 
 
-def transposed(w, size=3):
-    """The last element counts of a weight that lies by columns."""
+def transposed(w):
+    """The last element counts of a weight that lies by columns; in float32 it has millions."""
+    size = 2049 if w.dtype == torch.float32 else 3
     leaf = w.extra["transposed"] = nn.Parameter(torch.zeros(size, size).t())
     w.loss = lambda out, y: mse(out, y) + 9 * leaf[-1, -1]
-
-
-def long(w):
-    """And of millions, in float32."""
-    transposed(w, 2049 if w.dtype == torch.float32 else 3)
-
-
-def temperature(w):
-    """A parameter without dimensions is trained: one number."""
-    leaf = w.extra["temperature"] = nn.Parameter(torch.tensor(1.5))
-    w.loss = lambda out, y: mse(out * leaf, y)
 
 
 def without_gradients(w):
@@ -59,8 +49,10 @@ def without_gradients(w):
 
 
 def prompt(w):
-    """The model has no parameters; its inputs are trained."""
+    """The model has no parameters; its inputs are trained, and a number without dimensions."""
     w.model, w.extra["prompt"] = nn.Sequential(Probe()), nn.Parameter(draw.randn(11, 5))
+    leaf = w.extra["temperature"] = nn.Parameter(torch.tensor(1.5))
+    w.loss = lambda out, y: mse(out * leaf, y)
     w.after.append(lambda w: vars(w).update(batch=(w.leaves["prompt"], w.batch[1])))
 
 
@@ -126,10 +118,8 @@ class TestPart1TrainStep:
         yield "a group for each parameter", put(groups=True), half
         yield "tied weights", twists.tied, half
         yield "a transposed weight", transposed, half
-        yield "a long weight", long
         yield "nothing has a gradient", without_gradients, half
-        yield "only the inputs are trained", prompt, half
-        yield "a temperature, which has no dimensions", temperature, half
+        yield "only the inputs and a temperature are trained", prompt, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision
@@ -150,12 +140,10 @@ class TestPart1TrainStep:
         "activations are kept in float32, or in both precisions",
     )
     def test_holds_activations_in_sixteen_bits(self, device, dtype, reference):
-        """Activations halve; float32 gradients stay, and 16-bit copies of the weights come on top.
+        """At the peak float32 takes 5/4 A + W, 16 bits half of that 5/4 A and W + W/2: 0.55 of it.
 
-        R = 1024 rows and four hidden layers of 96 make A = 4 * R * 4 * 96 = 1.57 MB of activations
-        against W = 0.12 MB of weights. At the peak the backward pass has one more layer in flight:
-        float32 takes 5/4 A + W, 16 bits half of that 5/4 A and W + W/2. That is 0.55 of it, and the
-        bar is 0.60, and a copy of the batch.
+        A = 4 * 1024 * 4 * 96 = 1.57 MB of activations, with one more layer in flight; W = 0.12 MB
+        of gradients, which stay float32, and of 16-bit copies of the weights half of that.
         """
         rows = 1024 if device.type == "cpu" else 16 * 1024
 
@@ -177,9 +165,8 @@ class TestPart1TrainStep:
     def test_does_not_hold_a_wide_output_through_the_backward_pass(self, device, dtype):
         """8,192 classes for 64 rows are L = 2 MiB of float32 logits, and nearly all there is.
 
-        In the backward pass there are the log-probabilities that the loss has saved, their gradient
-        and that of the logits: 3 L, and a weight W = 4 x 8,192 x 4 bytes with its gradient. Logits
-        that a name still holds make 4 L (float32) or 3.5 L (16 bits). The bar is 3.25 L + 3 W.
+        The backward pass has the log-probabilities that the loss has saved, their gradient and that
+        of the logits: 3 L. Logits that a name still holds make 4 L (float32) or 3.5 L (16 bits).
         """
         logits, weight = 4 * 64 * 8192, 4 * 4 * 8192
         batch = draw.randn(64, 4, device=device), draw.randint(8192, (64,), device=device)

@@ -26,7 +26,7 @@ OUT_OF_RANGE = {
     "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
     "growth_interval": (0, -1, nan),
 }
-SIZES = (7, 4, 5, 0)  # of an optimizer's parameters, in two groups
+SIZES = (7, 4, 1, 0)  # of an optimizer's parameters, in two groups
 
 
 class Side:
@@ -61,7 +61,7 @@ class Side:
             p.grad.nan_to_num_(nan=0.5).clamp_(-0.5, 0.5)
 
     def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None):
-        """True gradients of `value`, scaled; `bad` at one of 16 places, none for one parameter."""
+        """True gradients of `value`, scaled; `bad` at one place, none for one parameter."""
         sizes = [p.numel() for p in held(optimizer)]
         flat = torch.full((sum(sizes),), value * self.get_scale(), device=self.device)
         if bad is not None:
@@ -140,8 +140,6 @@ class TestPart2LossScaler:
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
         long = {"sizes": (7, 4, 2**22 + 7, 0)}
         yield "inf at the last of many", "backward(a, inf, at=-1); step(a); update()", long
-        number = {"sizes": (7, 1, 5, 0)}
-        yield "NaN in a single number", "backward(a, nan, at=7); step(a); update()", number
 
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
@@ -156,17 +154,13 @@ class TestPart2LossScaler:
     @pytest.mark.exact("LossScaler", "step")
     @agrees("gradients are unscaled twice or not at all, or update() asks who has stepped")
     def test_step_unscales_unless_that_was_done(self):
-        """With unscale_ before it, without, and with an update that no step came before."""
-        ways = "unscale_(a); step(a)", "step(a)", "unscale_(a)"
-        for bad, first in product((None, inf), ways):
-            script = f"{rounds(bad, calls=first)}; {rounds(None)}"
-            yield f"{bad}: {first}", script
+        """With unscale_ and clipping before it, without, and with an update without a step."""
+        ways = "unscale_(a); step(a)", "step(a)", "unscale_(a)", "unscale_(a); clip(a); step(a)"
+        for bad, calls in product((None, inf, nan), ways):
+            yield f"{bad}: {calls}", f"{rounds(bad, calls=calls)}; {rounds(None)}"
         for done, again in product(("", "unscale_(a); "), ("", "step(a); ")):
             script = f"backward(a); {done}fail(a); step(a); {again}update(); {rounds(None)}"
             yield f"the optimizer fails: {done}{again}", script
-        for bad in (None, inf, nan):
-            script = f"{rounds(bad, calls='unscale_(a); clip(a); step(a)')}; {rounds(None)}"
-            yield f"{bad}, and gradients are clipped between", script
 
     @pytest.mark.exact("LossScaler", "state")
     @agrees("a number is missing in the state, is a tensor, or changes after the save")
@@ -221,14 +215,13 @@ class TestPart2LossScaler:
         scaler, optimizer = answer.LossScaler(init_scale=8.0), torch.optim.SGD(params, lr=1.0)
         before, unscale = Snapshot(nn.ParameterList(params), optimizer), scaler.unscale_
         check_raises(
-            lambda: unscale(optimizer), ValueError, mentions=["float16"], when="in float16"
+            partial(unscale, optimizer), ValueError, mentions=["float16"], when="in float16"
         )
         before.check_unchanged("the refused call", cause="divided before it was checked")
-        cause = "the refused call has left a trace: update() counts it"
+        cause = "everything but float32 is refused, or the refused call has left a trace"
         check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
         params[2].grad = None
         scaler.step(optimizer)
-        cause = "everything but float32 is refused, or the refused call has left a trace"
         got = [p.detach()[0].item() for p in params]
         check_equal(got, [0.25, 1 - 6e300 / 8, 1.0], "weights of three dtypes", cause=cause)
 

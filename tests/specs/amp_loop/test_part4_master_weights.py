@@ -44,9 +44,8 @@ class TestPart4MasterWeights:
         yield "before the first step", "zero_grad()"
         script = "backward(); step(); reload(); backward(); step()"
         yield "in groups", script, GROUPS
-        for dtype in (torch.bfloat16, torch.float16, torch.float64):
-            with default_dtype(dtype):
-                yield f"torch's default dtype is {dtype}", script, ADAM
+        with default_dtype(torch.bfloat16):
+            yield "torch's default dtype is bfloat16", script, ADAM
         script = "backward(); step(); fail(); load(); step(); step()"
         yield "after a load, with a hook on the optimizer", script, ADAM
 
@@ -110,11 +109,10 @@ class TestPart4MasterWeights:
             again = f"{call}backward(-0.5, missing={missing}); step()"
             script = f"backward(); step(); backward(1, {bad}); step(); {again}"
             yield f"{bad}, {call}, {missing}", script, (SGD, ADAM)[missing]
-        for name in ("weight", "bias"):
-            freeze = f"model.{name}.requires_grad_(False)"
-            for when in ("zero_grad(); {}", "{}; zero_grad()"):
-                script = f"backward(); step(); {when.format(freeze)}; backward(-0.5); step()"
-                yield f"the {name} is frozen meanwhile: {when.format('freeze')}", script
+        freeze = "model.weight.requires_grad_(False)"
+        for calls in (f"zero_grad(); {freeze}", f"{freeze}; zero_grad()"):
+            script = f"backward(); step(); {calls}; backward(-0.5); step()"
+            yield f"the weight is frozen meanwhile: {calls}", script
 
     @pytest.mark.survives("MasterWeights", 4)
     @agrees("the sum or the norm of a gradient is looked at, or the 16-bit gradient")
@@ -128,14 +126,8 @@ class TestPart4MasterWeights:
     def test_a_loaded_state_is_copied(self):
         script = "backward(); step(); reload(); backward(); step(); loaded()"
         history = partial(History, lr=0.125, momentum=0.5)
-        kinds = {"Adam": ADAM, "SGD": SGD, "groups": GROUPS, "tensors in a list": history}
-        for name, optimizer in kinds.items():
+        for name, optimizer in {"Adam": ADAM, "groups": GROUPS, "a history": history}.items():
             yield f"a step after a load, {name}", script, optimizer
-        yield (
-            "after an overflow",
-            f"{script}; backward(3e4, nan); reload(); step(8.0); loaded()",
-            SGD,
-        )
         yield "frozen and tied", script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", "Raises")
