@@ -92,14 +92,10 @@ class TestPart1TrainStep:
         mean = put(loss=lambda out, y: out.mean(), scaler={"init_scale": 65536.0})
         yield "a scale of 65536", mean
         yield "a loss of 1e37", put(loss=lambda out, y: mse(out, y) + 1e37)
-        for interval in (1, 2):
-            growing = put(scaler={"init_scale": 64.0, "growth_interval": interval})
-            yield f"a scale that grows after {interval}", growing
 
     @pytest.mark.exact("train_step", "gradients")
     @in_each_precision
     def test_gradients_are_of_this_step_alone(self):
-        yield "in the middle of training", trained_before
         yield "stale gradients", twists.stale
         yield "a loss with a parameter", twists.loss_with_a_parameter, half
 
@@ -107,7 +103,6 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_clips_what_is_longer_than_max_norm_and_nothing_else(self):
         yield "clipped", half
-        yield "max_norm that nothing reaches", option(max_norm=10_000)
         yield "max_norm inf", option(max_norm=math.inf)
         zero = put(loss=lambda out, y: mse(out, y) * 0)
         yield "gradients of zero", option(max_norm=1.0), zero
@@ -125,7 +120,6 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_skips_on_an_overflow_and_on_nothing_else(self):
         adam = put(adam={"lr": 0.01})
-        yield "an infinite gradient", gradient(math.inf), trained_before
         yield "a NaN gradient, Adam", gradient(math.nan), adam, trained_before
         yield "an infinite gradient, clipped", gradient(-math.inf), option(max_norm=1.0)
         loss = put(loss=lambda out, y: mse(out, y) + math.inf)
@@ -209,7 +203,6 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_does_not_step_what_got_no_gradient(self):
         """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""
-        yield "a parameter without a gradient", twists.unused
         yield "a parameter without a gradient, clipped", twists.unused, half
         yield "frozen, with an old gradient", twists.stale, twists.frozen
 
@@ -231,22 +224,17 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_dtype_holds_inside_an_autocast_of_the_caller(self):
         yield "inside bfloat16", twists.inside_autocast(torch.bfloat16)
-        yield "inside float16", twists.inside_autocast(torch.float16)
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
-        yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
         again = insert(lambda: Recomputed(13, 13))
         yield "a layer that runs again", again, twists.inside_its_own_autocast
         off = twists.inside_autocast(torch.bfloat16, enabled=False)
-        for dtype in (torch.bfloat16, torch.float16):
-            yield f"where it is off, inside {dtype}", twists.inside_autocast(dtype), off
+        yield "where it is off, inside float16", twists.inside_autocast(torch.float16), off
 
     @pytest.mark.survives("train_step", 5)
     @in_each_precision
     def test_an_error_comes_through_and_no_step_is_taken(self):
         """And the same call after it does what it would have done."""
-        yield "the model fails", trained_before, fails("model")
         yield "the loss fails", trained_before, foreign, fails("loss")
-        yield "the optimizer fails", trained_before, fails("step")
         yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
         inside = twists.inside_autocast(torch.bfloat16)
         yield "the backward pass fails inside an autocast of the caller", inside, fails("backward")
