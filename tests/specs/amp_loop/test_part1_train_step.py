@@ -178,10 +178,7 @@ class TestPart1TrainStep:
         "a second copy of the weights is kept, or of the gradients",
     )
     def test_leaves_the_bytes_of_state_as_they_are(self, device, dtype, reference):
-        """Gradients and Adam's moments are 12 bytes a parameter, with AMP and without.
-
-        A 16-bit copy of the weights would be 17 % more; a scaler holds scalars of 512 bytes.
-        """
+        """Gradients and Adam's moments: 12 bytes a parameter. A 16-bit copy would be 17 % more."""
 
         def state(module, dtype=dtype):
             model = mlp(64, 96, 32, device=device)

@@ -169,10 +169,7 @@ class TestPart2LossScaler:
         "gradients are divided into copies, or joined into one long tensor",
     )
     def test_unscales_in_place(self, device, dtype):
-        """Eight gradients of G bytes: isfinite() of one takes 1.75 G, and 2.5 G in bfloat16.
-
-        Copies of all eight would be 8 G, so the bar is 3 G.
-        """
+        """Of eight gradients of G bytes isfinite() of one takes 1.75 G, 2.5 G in bfloat16."""
         size = 64 * 1024
 
         def peak(module):

@@ -55,7 +55,7 @@ def run(precision, device):
         world.scaler = {"init_scale": 256.0, "growth_interval": 2}
         batches[1][1][0, 0] = math.inf
     elif precision == "fp16_unscaled":
-        world.scaler = {"enabled": False}
+        world.scaler = {"enabled": False}  # it has a state too, an empty one
     world.ready(device)
     world.scheduler = StepLR(world.optimizer, step_size=2, gamma=0.5)
     world.optimizer.param_groups[0]["lr"] = 0.015  # by hand: the schedule goes on from it
@@ -129,10 +129,7 @@ class TestPart3Train:
     @pytest.mark.exact("load_checkpoint", "resume")
     @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_unscaled"])
     def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
-        """Stopped in the middle of 6 steps; dropout, batch norm, schedule and scale in between.
-
-        A scaler that is switched off has a state too: an empty one.
-        """
+        """Stopped in the middle of 6 steps; dropout, batch norm, schedule and scale in between."""
         whole, path = go_on(run(precision, device), 0), tmp_path / "run.pt"
         cause = "it is not saved, or not loaded, or what came after the save has leaked into it"
         for stop in (0, 3, 4) if precision == "fp16" else (3,):
@@ -197,11 +194,9 @@ class TestPart3Train:
 
     @pytest.mark.survives("save_checkpoint", "atomic")
     def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path):
-        """The disk is full at any moment, pickling fails, Ctrl-C, the rename or a state fails.
-
-        Others' files beside it stay, also such as look like half a file.
-        """
+        """The disk is full at any moment, pickling fails, Ctrl-C, the rename or a state fails."""
         world, path = run("fp16", device), tmp_path / "run.pt"
+        # Files of others stay, also such as look like half a file.
         others = dict.fromkeys(("best.pt", "best.pt.tmp", "best.partial", ".notes.tmp"), True)
         for name in others:
             (tmp_path / name).write_bytes(b"mine")
@@ -225,10 +220,7 @@ class TestPart3Train:
 
     @pytest.mark.survives("load_checkpoint", "Raises")
     def test_refuses_to_load_into_another_run(self, answer, device, tmp_path):
-        """A part of it stayed as it was and training went on without a word, or half of it moved.
-
-        Whichever part refuses: what others have loaded before is put back, or was not loaded yet.
-        """
+        """Whichever part refuses: what others have loaded before is put back, or not loaded yet."""
         same = put()
         switched_on = lambda w: vars(w).update(grad_scaler=GradScaler(w.device.type))  # noqa: E731
         cases = [("fp16", same, twist, name) for name, twist in OTHERS.items()]

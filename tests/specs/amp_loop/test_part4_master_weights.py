@@ -136,10 +136,7 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer):
-        """Nor one that has nothing to train, where torch's optimizers refuse an empty list.
-
-        This one has a parameter already.
-        """
+        """Nor one that has nothing to train, where the optimizer has a parameter of its own."""
         make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
         mixed = nn.Sequential(layer(), nn.LayerNorm(3))
         for model, words in ((mixed, ["1.weight", "float32"]), (nn.ReLU(), [])):
