@@ -168,14 +168,10 @@ RUN = Law(
 
 def bad_options():
     """Options that do not fit, each with what the message names."""
-    for dtype in (torch.float64, torch.int8, "float16", torch.float16):
-        yield f"{dtype!r} without a scaler", put(dtype=dtype), name_of(dtype)
-    for dtype in (torch.bfloat16, torch.float32):
-        scaled = put(dtype=dtype, scaler={"init_scale": 2.0})
-        yield f"{dtype} with a scaler", scaled, name_of(dtype)
+    rows = [(dtype, None) for dtype in (torch.float64, torch.int8, "float16", torch.float16)]
+    rows += [(dtype, {"init_scale": 2.0}) for dtype in (torch.bfloat16, torch.float32)]
+    for dtype, scaler in rows:
+        twist, named = put(dtype=dtype, scaler=scaler), str(dtype).removeprefix("torch.")
+        yield f"{dtype!r} with{'' if scaler else 'out'} a scaler", twist, named
     for value in (-2.5, 0.0, math.nan, -math.inf):
         yield f"max_norm {value}", option(max_norm=value), value
-
-
-def name_of(dtype):
-    return str(dtype).removeprefix("torch.")

@@ -23,16 +23,13 @@ SMALL = partial(torch.optim.SGD, lr=2.0**-12)
 GROUPS = lambda masters: SGD([{"params": masters[1:]}, {"params": masters[:1], "lr": 0.5}])  # noqa: E731
 
 
-class Pairs(torch.optim.SGD):
-    """Keeps two tensors in a list, as optimizers with a history do."""
+class History(torch.optim.SGD):
+    """Counts its steps in tensors that stand in a list, as optimizers with a history do."""
 
     def step(self):
         super().step()
         for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                pair = self.state[p].setdefault("pair", [torch.zeros_like(p) for _ in "ab"])
-                p.data.sub_(pair[0].add_(p.grad), alpha=2.0**-6)
-                pair[1].add_(1)
+            self.state[p].setdefault("counts", [torch.zeros(1)])[0].add_(1)
 
 
 def layer(dtype=torch.bfloat16):
@@ -43,23 +40,15 @@ def layer(dtype=torch.bfloat16):
 
 
 def tangled():
-    """A frozen float32 layer, two bfloat16 layers that share their weight, a float16 one."""
+    """A frozen float32 layer with a NaN for a gradient, two bfloat16 ones, tied, and a float16 one.
+
+    And a weight without elements, as the share of a rank may be, and one without dimensions.
+    """
     draw.seed(4)
     frozen, one, other, last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+    frozen.requires_grad_(False).weight.grad = torch.full((5,), nan)
     other.weight = one.weight
-    layers = frozen.requires_grad_(False), one.bfloat16(), other.bfloat16(), last.half()
-    return nn.Sequential(*layers)
-
-
-def spoiled():
-    """And a NaN is left in a gradient of the frozen layer."""
-    (made := tangled())[0].weight.grad = torch.full((5,), nan)
-    return made
-
-
-def hollow():
-    """A weight without elements, as the share of a rank may be, and one without dimensions."""
-    made = layer()
+    made = nn.Sequential(frozen, one.bfloat16(), other.bfloat16(), last.half())
     made.empty = nn.Parameter(torch.empty(0, 5, dtype=torch.bfloat16))
     made.number = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
     return made
@@ -90,7 +79,7 @@ class Twin:
             return False
         self.optimizer.step()
         for weight, master in zip(self.weights, self.masters, strict=True):
-            weight.data = master.detach().to(weight.dtype)
+            weight.data.copy_(master.detach())
         return True
 
 
@@ -99,7 +88,8 @@ class Side:
 
     def __init__(self, make, build, optimizer):
         self.model, self.saved = build(), None
-        self.first = [p.detach() for p in trainable(self.model)]
+        # As who has them from before sees them: a flat buffer, a CUDA graph.
+        self.views = [p.detach() for p in trainable(self.model)]
         self.make = partial(make, self.model, optimizer)
         self.trainer = self.make()
 
@@ -113,11 +103,6 @@ class Side:
             p.grad = None if number == missing else grad
         if bad is not None:
             p.grad.view(-1)[-1] = bad
-
-    def views(self):
-        """The weights as who has them from before sees them: a flat buffer, a CUDA graph."""
-        plain = isinstance(self.trainer, Twin)
-        return kept(trainable(self.model) if plain else self.first)
 
     def fail(self):
         fails_once(self.optimizer)
@@ -142,6 +127,10 @@ class Side:
             self.load_state_dict(kept(self.state_dict()))
         return self.optimizer is optimizer
 
+    def loaded(self):
+        """What was read from the file, now."""
+        return kept(self.saved)
+
     def seen(self):
         plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())
         grads = {name: p.grad for name, p in params.items() if p.grad is not None}
@@ -156,6 +145,7 @@ class Side:
                 m.grad is not None and not plain for m in self.masters
             ],
             "optimizer": self.optimizer.state_dict(),
+            "views of the weights": self.views,
         }
         return kept(seen)
 
@@ -173,11 +163,3 @@ def not_rounded(got, want):
 def agrees(answer, device, name, script, optimizer=SGD, build=layer):
     sides = (Side(make, build, optimizer) for make in (answer.MasterWeights, Twin))
     return tuple(play(side, script) for side in sides)
-
-
-@scenarios("what was loaded")
-def leaves_what_it_loads(answer, device, name, script, optimizer, build=layer):
-    sides = [Side(make, build, optimizer) for make in (answer.MasterWeights, Twin)]
-    for side in sides:
-        play(side, script)
-    return tuple(kept(side.saved) for side in sides)

@@ -34,21 +34,11 @@ def in_float64(w):
     w.batches = [(x, y.double()) for x, y in w.batches]
 
 
-def transposed(w, size=3):
-    """The last element counts of a weight that lies by columns."""
+def transposed(w):
+    """The last element counts of a weight that lies by columns; in float32 it has millions."""
+    size = 2049 if w.dtype == torch.float32 else 3
     leaf = w.extra["transposed"] = nn.Parameter(torch.zeros(size, size).t())
     w.loss = lambda out, y: mse(out, y) + 9 * leaf[-1, -1]
-
-
-def long(w):
-    """And of millions, in float32."""
-    transposed(w, 2049 if w.dtype == torch.float32 else 3)
-
-
-def temperature(w):
-    """A parameter without dimensions is trained: one number."""
-    leaf = w.extra["temperature"] = nn.Parameter(torch.tensor(1.5))
-    w.loss = lambda out, y: mse(out * leaf, y)
 
 
 def without_gradients(w):
@@ -59,8 +49,10 @@ def without_gradients(w):
 
 
 def prompt(w):
-    """The model has no parameters; its inputs are trained."""
+    """The model has no parameters; its inputs are trained, and a number without dimensions."""
     w.model, w.extra["prompt"] = nn.Sequential(Probe()), nn.Parameter(draw.randn(11, 5))
+    leaf = w.extra["temperature"] = nn.Parameter(torch.tensor(1.5))
+    w.loss = lambda out, y: mse(out * leaf, y)
     w.after.append(lambda w: vars(w).update(batch=(w.leaves["prompt"], w.batch[1])))
 
 
@@ -82,8 +74,7 @@ class TestPart1TrainStep:
         yield "w = 3", by_hand
         yield "w = 3, and the loss is overwritten afterwards", by_hand, twists.overwritten_loss
         yield "w = 3, and outputs and targets in float64", by_hand, in_float64
-        default = put(inside=[lambda: default_dtype(torch.bfloat16)])
-        yield "where torch's default is bfloat16", default, half
+        yield "torch's default is bfloat16", put(inside=[lambda: default_dtype(torch.bfloat16)])
 
     @pytest.mark.exact("train_step", "autocast")
     @in_each_precision
@@ -100,14 +91,10 @@ class TestPart1TrainStep:
         mean = put(loss=lambda out, y: out.mean(), scaler={"init_scale": 65536.0})
         yield "a scale of 65536", mean
         yield "a loss of 1e37", put(loss=lambda out, y: mse(out, y) + 1e37)
-        for interval in (1, 2):
-            growing = put(scaler={"init_scale": 64.0, "growth_interval": interval})
-            yield f"a scale that grows after {interval}", growing
 
     @pytest.mark.exact("train_step", "gradients")
     @in_each_precision
     def test_gradients_are_of_this_step_alone(self):
-        yield "in the middle of training", trained_before
         yield "stale gradients", twists.stale
         yield "a loss with a parameter", twists.loss_with_a_parameter, half
 
@@ -115,7 +102,6 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_clips_what_is_longer_than_max_norm_and_nothing_else(self):
         yield "clipped", half
-        yield "max_norm that nothing reaches", option(max_norm=10_000)
         yield "max_norm inf", option(max_norm=math.inf)
         zero = put(loss=lambda out, y: mse(out, y) * 0)
         yield "gradients of zero", option(max_norm=1.0), zero
@@ -126,16 +112,13 @@ class TestPart1TrainStep:
         yield "a group for each parameter", put(groups=True), half
         yield "tied weights", twists.tied, half
         yield "a transposed weight", transposed, half
-        yield "a long weight", long
         yield "nothing has a gradient", without_gradients, half
-        yield "only the inputs are trained", prompt, half
-        yield "a temperature, which has no dimensions", temperature, half
+        yield "only the inputs and a temperature are trained", prompt, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision
     def test_skips_on_an_overflow_and_on_nothing_else(self):
         adam = put(adam={"lr": 0.01})
-        yield "an infinite gradient", gradient(math.inf), trained_before
         yield "a NaN gradient, Adam", gradient(math.nan), adam, trained_before
         yield "an infinite gradient, clipped", gradient(-math.inf), option(max_norm=1.0)
         loss = put(loss=lambda out, y: mse(out, y) + math.inf)
@@ -150,12 +133,10 @@ class TestPart1TrainStep:
         "activations are kept in float32, or in both precisions",
     )
     def test_holds_activations_in_sixteen_bits(self, device, dtype, reference):
-        """Activations halve; float32 gradients stay, and 16-bit copies of the weights come on top.
+        """At the peak float32 takes 5/4 A + W, 16 bits half of that 5/4 A and W + W/2: 0.55 of it.
 
-        R = 1024 rows and four hidden layers of 96 make A = 4 * R * 4 * 96 = 1.57 MB of activations
-        against W = 0.12 MB of weights. At the peak the backward pass has one more layer in flight:
-        float32 takes 5/4 A + W, 16 bits half of that 5/4 A and W + W/2. That is 0.55 of it, and the
-        bar is 0.60, and a copy of the batch.
+        A = 4 * 1024 * 4 * 96 = 1.57 MB of activations, with one more layer in flight; W = 0.12 MB
+        of gradients, which stay float32, and of 16-bit copies of the weights half of that.
         """
         rows = 1024 if device.type == "cpu" else 16 * 1024
 
@@ -177,9 +158,8 @@ class TestPart1TrainStep:
     def test_does_not_hold_a_wide_output_through_the_backward_pass(self, device, dtype):
         """8,192 classes for 64 rows are L = 2 MiB of float32 logits, and nearly all there is.
 
-        In the backward pass there are the log-probabilities that the loss has saved, their gradient
-        and that of the logits: 3 L, and a weight W = 4 x 8,192 x 4 bytes with its gradient. Logits
-        that a name still holds make 4 L (float32) or 3.5 L (16 bits). The bar is 3.25 L + 3 W.
+        The backward pass has the log-probabilities that the loss has saved, their gradient and that
+        of the logits: 3 L. Logits that a name still holds make 4 L (float32) or 3.5 L (16 bits).
         """
         logits, weight = 4 * 64 * 8192, 4 * 4 * 8192
         batch = draw.randn(64, 4, device=device), draw.randint(8192, (64,), device=device)
@@ -198,10 +178,7 @@ class TestPart1TrainStep:
         "a second copy of the weights is kept, or of the gradients",
     )
     def test_leaves_the_bytes_of_state_as_they_are(self, device, dtype, reference):
-        """Gradients and Adam's moments are 12 bytes a parameter, with AMP and without.
-
-        A 16-bit copy of the weights would be 17 % more; a scaler holds scalars of 512 bytes.
-        """
+        """Gradients and Adam's moments: 12 bytes a parameter. A 16-bit copy would be 17 % more."""
 
         def state(module, dtype=dtype):
             model = mlp(64, 96, 32, device=device)
@@ -222,7 +199,6 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_does_not_step_what_got_no_gradient(self):
         """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""
-        yield "a parameter without a gradient", twists.unused
         yield "a parameter without a gradient, clipped", twists.unused, half
         yield "frozen, with an old gradient", twists.stale, twists.frozen
 
@@ -244,29 +220,17 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_dtype_holds_inside_an_autocast_of_the_caller(self):
         yield "inside bfloat16", twists.inside_autocast(torch.bfloat16)
-        yield "inside float16", twists.inside_autocast(torch.float16)
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
-        yield "where it is off", twists.inside_autocast(torch.bfloat16, enabled=False)
         again = insert(lambda: Recomputed(13, 13))
         yield "a layer that runs again", again, twists.inside_its_own_autocast
         off = twists.inside_autocast(torch.bfloat16, enabled=False)
-        for dtype in (torch.bfloat16, torch.float16):
-            yield f"where it is off, inside {dtype}", twists.inside_autocast(dtype), off
-
-    @pytest.mark.survives("train_step", "untouched")
-    @in_each_precision
-    def test_the_mode_is_the_callers(self):
-        yield "dropout", insert(lambda: nn.Dropout(0.5))
-        yield "one layer in eval mode", insert(lambda: nn.Dropout(0.5), layer_train=False)
-        yield "batch norm in eval mode", insert(lambda: nn.BatchNorm1d(13), train=False)
+        yield "where it is off, inside float16", twists.inside_autocast(torch.float16), off
 
     @pytest.mark.survives("train_step", 5)
     @in_each_precision
     def test_an_error_comes_through_and_no_step_is_taken(self):
         """And the same call after it does what it would have done."""
-        yield "the model fails", trained_before, fails("model")
         yield "the loss fails", trained_before, foreign, fails("loss")
-        yield "the optimizer fails", trained_before, fails("step")
         yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
         inside = twists.inside_autocast(torch.bfloat16)
         yield "the backward pass fails inside an autocast of the caller", inside, fails("backward")

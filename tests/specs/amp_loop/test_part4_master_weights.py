@@ -16,20 +16,7 @@ from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.masters import (
-    ADAM,
-    GROUPS,
-    SGD,
-    SMALL,
-    Pairs,
-    Side,
-    agrees,
-    hollow,
-    layer,
-    leaves_what_it_loads,
-    spoiled,
-    tangled,
-)
+from specs.amp_loop.masters import ADAM, GROUPS, SGD, SMALL, History, Side, agrees, layer, tangled
 
 
 class TestPart4MasterWeights:
@@ -39,7 +26,6 @@ class TestPart4MasterWeights:
         """20 updates of 2**-12 on weights from 1 on: each alone is rounded away, together 0.005."""
         for dtype in (torch.bfloat16, torch.float16):
             yield str(dtype), "; ".join(["backward(); step()"] * 20), SMALL, partial(layer, dtype)
-        yield "views of the weights", "backward(); step(); views(); reload(); views()"
 
     @pytest.mark.exact("MasterWeights", "step")
     @agrees("compare with float32 training: widen, divide, look, step, round, drop gradients")
@@ -55,12 +41,10 @@ class TestPart4MasterWeights:
     @pytest.mark.exact("MasterWeights", "masters")
     @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
     def test_masters_are_float32_leaves(self):
-        yield "before the first step", "zero_grad()"
         script = "backward(); step(); reload(); backward(); step()"
         yield "in groups", script, GROUPS
-        for dtype in (torch.bfloat16, torch.float16, torch.float64):
-            with default_dtype(dtype):
-                yield f"torch's default dtype is {dtype}", script, ADAM
+        with default_dtype(torch.bfloat16):
+            yield "torch's default dtype is bfloat16", script, ADAM
         script = "backward(); step(); fail(); load(); step(); step()"
         yield "after a load, with a hook on the optimizer", script, ADAM
 
@@ -80,37 +64,26 @@ class TestPart4MasterWeights:
         "float32 gradients are kept after the step, or a copy of something is",
     )
     def test_holds_sixteen_bytes_a_parameter(self, device):
-        """2 weight + 2 gradient + 4 master + 8 Adam; with float32 gradients kept it would be 20.
+        """2 weight + 2 gradient + 4 master + 8 Adam, after a load too; float32 gradients make 20.
 
-        The bar adds 1 % for step counters and the rounding of storages to 512 bytes. The same after
-        its own state was loaded into it.
+        The bar adds 1 % for step counters and the rounding of storages to 512 bytes.
         """
 
-        def held(module, loads):
+        def held(module):
             model, kept = mlp(320, 480, device=device)[0].to(torch.bfloat16), []
-
-            def step():
-                model(torch.ones(2, 320, device=device, dtype=torch.bfloat16)).sum().backward()
-                kept[0].step()
+            ones = torch.ones(2, 320, device=device, dtype=torch.bfloat16)
 
             def train():
-                kept.append(module.MasterWeights(model, torch.optim.Adam))
-                step()
-                if loads:
-                    kept[0].load_state_dict(copy.deepcopy(kept[0].state_dict()))
-                    step()
+                kept.append(trainer := module.MasterWeights(model, torch.optim.Adam))
+                for _ in range(2):
+                    trainer.load_state_dict(copy.deepcopy(trainer.state_dict()))
+                    model(ones).sum().backward()
+                    trainer.step()
 
-            return bytes_of(model) + measure(train, device, known=[model]).retained
+            return bytes_of(model) + measure(train, device, known=[model, ones]).retained
 
         count = 320 * 480 + 480
-        most = lambda module: max(held(module, loads) for loads in (False, True))  # noqa: E731
-        return most, 1.01 * 16 * count, 20 * count
-
-    @pytest.mark.saves("MasterWeights", "memory")
-    @agrees("float32 gradients are kept after the step: free them where it fails, too")
-    def test_keeps_no_float32_gradients_after_an_error(self):
-        for script in ("backward(); step()", "backward(1, missing=0); step()"):
-            yield f"the optimizer fails, {script}", f"backward(); fail(); step(); {script}"
+        return held, 1.01 * 16 * count, 20 * count
 
     @pytest.mark.survives("MasterWeights", 1)
     @agrees("gradients are divided in 16 bits and underflow, or are not divided")
@@ -124,10 +97,8 @@ class TestPart4MasterWeights:
     @agrees("frozen parameters need no master, a tied one needs one, an empty one has no maximum")
     def test_trains_a_model_with_frozen_and_tied_parameters(self):
         for call in ("zero_grad()", "reload()"):
-            for build in (tangled, hollow):
-                script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
-                yield f"{build.__name__}, {call}", script, SGD, build
-        yield "a NaN in a frozen layer's gradient", "backward(); step(); step(8.0)", SGD, spoiled
+            script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
+            yield call, script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", 3)
     @agrees("an earlier gradient, or zeros, step a parameter without one")
@@ -137,11 +108,9 @@ class TestPart4MasterWeights:
             again = f"{call}backward(-0.5, missing={missing}); step()"
             script = f"backward(); step(); backward(1, {bad}); step(); {again}"
             yield f"{bad}, {call}, {missing}", script, (SGD, ADAM)[missing]
-        for name in ("weight", "bias"):
-            freeze = f"model.{name}.requires_grad_(False)"
-            for when in ("zero_grad(); {}", "{}; zero_grad()"):
-                script = f"backward(); step(); {when.format(freeze)}; backward(-0.5); step()"
-                yield f"the {name} is frozen meanwhile: {when.format('freeze')}", script
+        freeze = "model.weight.requires_grad_(False)"
+        script = f"backward(); step(); {freeze}; zero_grad(); backward(-0.5); step()"
+        yield "the weight is frozen meanwhile", script
 
     @pytest.mark.survives("MasterWeights", 4)
     @agrees("the sum or the norm of a gradient is looked at, or the 16-bit gradient")
@@ -151,14 +120,12 @@ class TestPart4MasterWeights:
             yield f"scale {scale}", f"backward(3e38); step({scale})"
 
     @pytest.mark.survives("MasterWeights", 5)
-    @leaves_what_it_loads("masters or moments that were loaded are those of the file, not copies")
+    @agrees("masters or moments that were loaded are those of the file, not copies")
     def test_a_loaded_state_is_copied(self):
-        script = "backward(); step(); reload(); backward(); step()"
-        pairs = partial(Pairs, lr=0.125, momentum=0.5)
-        kinds = {"Adam": ADAM, "SGD": SGD, "groups": GROUPS, "tensors in a list": pairs}
-        for name, optimizer in kinds.items():
+        script = "backward(); step(); reload(); backward(); step(); loaded()"
+        history = partial(History, lr=0.125, momentum=0.5)
+        for name, optimizer in {"Adam": ADAM, "groups": GROUPS, "a history": history}.items():
             yield f"a step after a load, {name}", script, optimizer
-        yield "after an overflow", f"{script}; backward(3e4, nan); reload(); step(8.0)", SGD
         yield "frozen and tied", script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", "Raises")
@@ -169,32 +136,26 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer):
-        """All of it, or one layer of it; and one that has nothing to train.
-
-        torch's optimizers refuse an empty list themselves; this one has a parameter already.
-        """
+        """Nor one that has nothing to train, where the optimizer has a parameter of its own."""
         make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
-        for model, words, when in (
-            (nn.Sequential(nn.Linear(5, 3)), ["0.weight", "float32"], "for a float32 model"),
-            (nn.Sequential(layer(), nn.LayerNorm(3)), ["1.weight", "float32"], "for a LayerNorm"),
-            (nn.ReLU(), [], "for a ReLU"),
-        ):
+        mixed = nn.Sequential(layer(), nn.LayerNorm(3))
+        for model, words in ((mixed, ["1.weight", "float32"]), (nn.ReLU(), [])):
             call = partial(answer.MasterWeights, model, make)
-            check_raises(call, ValueError, mentions=words, when=when)
+            check_raises(call, ValueError, mentions=words, when=f"for {model}")
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_state_of_other_masters_or_another_optimizer(self, answer):
         """A number or a row would be spread over a whole master by copy_."""
-        makes = {"its kind": ADAM, "two groups, not one": GROUPS, "SGD, not Adam": SGD}
-        side, others = Side(answer.MasterWeights, layer, ADAM), {}
-        for what, make in makes.items():
-            play(each := Side(answer.MasterWeights, layer, make), "backward(); step()")
-            others[what] = {"optimizer": kept(each.state_dict())["optimizer"]}
-        before, saved = side.seen(), kept(each.state_dict()) | others.pop("its kind")
-        for shapes in (
-            *([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(3, 5), (4,)], [(5,), (3,)]),
-            [(5, 3), (3,)],
-        ):
+
+        def saved_with(optimizer):
+            play(other := Side(answer.MasterWeights, layer, optimizer), "backward(); step()")
+            return kept(other.state_dict())
+
+        side, saved = Side(answer.MasterWeights, layer, ADAM), saved_with(ADAM)
+        before, others = side.seen(), {}
+        for what, make in {"two groups, not one": GROUPS, "SGD, not Adam": SGD}.items():
+            others[what] = {"optimizer": saved_with(make)["optimizer"]}
+        for shapes in ([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(5,), (3,)], [(5, 3), (3,)]):
             bad = {"masters": [*map(torch.zeros, shapes)]}
             others[f"masters of {shapes}, not (3, 5) and (3,)"] = bad
         for what, bad in others.items():
