@@ -1,7 +1,7 @@
 """The hand-written scaler beside torch.amp.GradScaler, through scripts of calls."""
 
 from functools import partial
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from math import inf, nan
 
 import pytest
@@ -15,6 +15,7 @@ from kit.laws.checks import check_equal, check_raises
 from kit.laws.precisions import default_dtype
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
+from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
 from kit.laws.trace import kept
 from kit.memory.ruler import measure
@@ -93,15 +94,37 @@ def held(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@scenarios("LossScaler")
-def agrees(answer, device, name, script, options=GROWING):
+def beside(answer, device, name, script, options=GROWING):
     makes = answer.LossScaler, partial(GradScaler, device.type)
     return tuple(play(Side(make, device, **options), script) for make in makes)
+
+
+agrees = scenarios("LossScaler")(beside)
 
 
 def rounds(*bads, calls="step(a)"):
     """Backward passes, each with a step and an update."""
     return "; ".join(f"backward(a, {bad}); {calls}; update()" for bad in bads)
+
+
+def calls(st, optimizer):
+    """Calls with one optimizer between two updates: unscaled, stepped, both, or not used at all."""
+    bad = st.integers(0, sum(SIZES) - 1).map(lambda at: f", inf, at={at}")
+    missing = st.sampled_from((", missing=0", ", missing=2"))
+    first = st.builds(
+        "backward({}{}{})".format, st.just(optimizer), st.just("") | bad, st.just("") | missing
+    )
+    ways = ("step({0})", "unscale_({0}); step({0})", "unscale_({0})")
+    used = st.tuples(first, st.sampled_from([way.format(optimizer) for way in ways]))
+    return st.just(()) | used
+
+
+def scripts(st):
+    """Rounds with two optimizers, of which one is used at least, and now and then a reload."""
+    used = st.tuples(calls(st, "a"), calls(st, "b")).filter(any)
+    end = st.sampled_from((("update()",), ("update()",), ("update()", "reload()")))
+    one = st.tuples(used, end).map(lambda parts: [*parts[0][0], *parts[0][1], *parts[1]])
+    return st.lists(one, min_size=1, max_size=4).map(lambda rounds: "; ".join(chain(*rounds)))
 
 
 class TestPart2LossScaler:
@@ -139,6 +162,18 @@ class TestPart2LossScaler:
         yield "growing at every step", rounds(None, None, inf, None), {"growth_interval": 1}
         largest = {"init_scale": 2.0**126, "growth_interval": 1}
         yield "growing to the end of float32", rounds(None, None, None), largest
+
+    @pytest.mark.exact("LossScaler", "update")
+    def test_tracks_gradscaler_through_other_scripts(self, answer, device):
+        """Made by hypothesis, longer than all that are tried in turn; the shortest that fails."""
+
+        def check_script(script):
+            got, want = beside(answer, device, "", script)
+            cause = "something is kept for longer than to the next update, or not as long"
+            cause += ", or for one of two optimizers only"
+            check_equal(got, want, "LossScaler", cause=cause)
+
+        for_all(scripts, check_script, examples=15)
 
     @pytest.mark.exact("LossScaler", "step")
     @agrees("gradients are unscaled twice or not at all, or update() asks who has stepped")
