@@ -123,6 +123,8 @@ class TestPart2RecomputeDetails:
         yield "a dict of numbers", chain(mixers, {"b": 0.5}, spoil=changed)
         longer = lambda model, x, args, kwargs: kwargs["c"][0].append(2.0)  # noqa: E731
         yield "a list in a list, by keyword", chain(mixers, c=[[0.5]], spoil=longer)
+        inside = lambda model, x, args, kwargs: args[0][0].update(b=2.0)  # noqa: E731
+        yield "a dict in a tuple", chain(mixers, ({"b": 0.5},), spoil=inside)
         for kind, of in DICTS.items():
             yield f"{kind} with a tensor too", chain(mixers, of(a=FLOAT, b=0.5), spoil=changed)
 

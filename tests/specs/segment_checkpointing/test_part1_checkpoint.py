@@ -58,8 +58,11 @@ class TestPart1Checkpoint:
         yield "one argument twice", lambda c: c(lambda a, b: a.sin() * b, x, x)
         yield "given, and used besides", lambda c: c(lambda a: (a * weight.sin()).exp(), weight)
         yield "an unused argument", lambda c: c(lambda a, _: a.sin(), x, weight)
+        tied = nn.Sequential(layer := nn.Linear(7, 7), nn.Tanh(), layer)
+        yield "a layer used twice", lambda c: c(tied, x)
         row = nn.ModuleList(w.probed(nn.Linear(7, 7)) for _ in range(12))
         yield "12 checkpoints in a row", lambda c: reduce(lambda y, block: c(block, y), row, x)
+        yield "used outside too", lambda c: x + c(layer, x.tanh()) + layer.weight.square().sum()
         pruned = prune.identity(nn.Linear(7, 5), "weight")  # by a hook
         pruned.register_forward_hook(lambda _, args, out: out * 3)
         yield "a pruned layer with a hook on its output", lambda c: c(pruned, x)
@@ -72,6 +75,7 @@ class TestPart1Checkpoint:
     def test_every_kind_of_tensor_and_mode_gets_its_gradient(self):
         z, v = w.leaf(6, 7, dtype=torch.complex64), w.leaf(7, 3, dtype=torch.complex64)
         yield "complex numbers", lambda call: call(lambda a: (a @ v).sin(), z)
+        yield "a complex view", lambda call: call(lambda a, b: a.exp() * b.real, z, z[0])
         doubles = w.leaf(5, 4, dtype=torch.float64)
         strides = lambda c: c(lambda a: (c.note(a.stride()), a.exp())[1], doubles.t())  # noqa: E731
         yield "transposed float64", strides
@@ -79,6 +83,9 @@ class TestPart1Checkpoint:
         mask = torch.tensor([True, False, True, True, False])
         mix = lambda a, b, c, d, times: ((a + b)[c] * d).exp() * times  # noqa: E731
         yield "integers, booleans and data", lambda c: c(mix, x, fixed, index, mask, 0.5)
+        flags = lambda c, *tensors: c.note([(t.requires_grad, t.dtype) for t in tensors])  # noqa: E731
+        look = lambda c: c(lambda a, *rest: (flags(c, a, *rest), a.sin())[1], x, fixed, index, mask)  # noqa: E731
+        yield "what they require", look
         model = w.probed(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5))
         yield "batch norm and dropout in train mode", lambda c: c(model, x)
         model.eval()
@@ -90,6 +97,9 @@ class TestPart1Checkpoint:
         yield "gradients from before", lambda c: (w.loss_of(model(x)).backward(), c(model, x))[1]
         own = lambda a: model[0](a).mul_(2).relu_()  # noqa: E731
         yield "a function that changes its own", lambda c: c(own, x)
+        hooked = w.leaf(4, 5)
+        hooked.register_hook(lambda grad: grad * 10)
+        yield "a hook on the argument", lambda c: c(model, hooked)
         yield "an empty batch", lambda c: c(model, x[:0]).sum()
         norm = nn.BatchNorm1d(5)
         reset, count = norm.reset_running_stats, norm.num_batches_tracked
@@ -115,6 +125,8 @@ class TestPart1Checkpoint:
         index = torch.arange(12).view(4, 3)
         yield "indices", lambda call: call(words, index)
         yield "no argument", lambda call: call(lambda: model(x))
+        weight = nn.Parameter(w.data(7))
+        yield "nothing but numbers", lambda c: weight * c(lambda a, b: (a + b, None), 1, 2)[0]
         body, head = nn.Linear(7, 5), nn.Linear(5, 2)
         inside = torch.no_grad()(lambda a: body(a))
         yield "no gradients inside", lambda c: head(c(inside, x))

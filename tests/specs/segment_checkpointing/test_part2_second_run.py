@@ -132,8 +132,11 @@ class TestPart2SecondRun:
         aliases = lambda x: ((y := x * v).detach(), y, y[:], y.detach(), x.detach(), x)  # noqa: E731
         yield "a tensor, and the same without its graph", all_of(aliases)
         yield "an auxiliary loss", all_of(lambda x: (x * v, x.square().mean()))
+        yield "one tensor twice, and another", all_of(lambda x: (y := x * v, y, x + v))
+        yield "the argument itself", all_of(lambda x: (x, (x * v).view(-1), x[2:]))
         change = lambda item: (item.mul_(2)[1].add_(1), item)[1]  # noqa: E731
         yield "a slice changed in place", all_of(lambda x: (x * v)[1:], change)
+        yield "two of them changed in place", all_of(lambda x: (x * v, x + v), change)
 
     @pytest.mark.saves("checkpoint", 3)
     def test_nested_checkpoints_save_at_both_levels(self, answer, reference, device):
@@ -295,11 +298,12 @@ class TestPart2SecondRun:
         x, fixed = w.leaf(11, 5), w.data(5)
 
         def step(call):
-            def attend(query, key, scale, bias):
-                call.note({"query is key": query is key, "scale is bias": scale is bias})
+            def attend(query, key, scale, bias, other):
+                same = {"query is key": query is key, "scale is bias": scale is bias}
+                call.note(same | {"scale is another one": scale is other})
                 return (query.sin() * key).exp() * scale + bias
 
-            return call(attend, x, x, fixed, fixed)
+            return call(attend, x, x, fixed, fixed, fixed.view(5))
 
         yield "given twice", step
 
