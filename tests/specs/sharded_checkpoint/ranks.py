@@ -154,11 +154,13 @@ def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
     run = folder / "run"
     answer.save(run, model, optimizer, 1)
     turned, one_row = "a weight turned around", "a buffer of one row, which the saved number fills"
-    others = {what: make() for what in (turned, one_row, "a buffer more", "more extra state")}
+    more, less = "a buffer more", "a buffer less"
+    others = {what: make() for what in (turned, one_row, more, less, "more extra state")}
     head = others[turned].head
     head.weight = nn.Parameter(torch.ones(head.weight.shape[::-1]))
     others[one_row].scale = torch.ones(1)
-    others["a buffer more"].register_buffer("more", torch.ones(2))
+    others[more].register_buffer("more", torch.ones(2))
+    del others[less].scale
     others["more extra state"].blank = Extra()
     for what, changed in {"one block less": make(blocks=0), **others}.items():
         optimizer = adamw(sharded(changed).parameters())
