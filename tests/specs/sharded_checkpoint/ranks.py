@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -14,15 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
-from kit.laws.checks import check, check_close, check_equal, check_raises
-from kit.memory.account import Account, account
+from kit.laws.checks import check_close, check_equal, check_raises
 from kit.memory.ruler import measure
-from kit.ranks.disk import Copies, before_each_write, load_file, no_room, slow
+from kit.ranks.disk import no_room
 from kit.ranks.rank import device
-from kit.ranks.shards import check_untouched, gradients, local_state, named, weights
+from kit.ranks.shards import check_untouched, local_state, named
 from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     SETTINGS,
@@ -270,16 +267,6 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> int:
     return min(measure(call, device(), known=[model, optimizer]).above_baseline for _ in counts)
 
 
-def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
-    """Weights, gradients and optimizer state, where the model has been evaluated."""
-    model, optimizer = small()
-    before = local_state(model, optimizer)
-    evaluate(model)
-    answer.save(folder, model, optimizer, 1)
-    cause = "whoever saves a checkpoint goes on training with what is there"
-    check_untouched(before, model, optimizer, call="save", cause=cause)
-
-
 def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
     """One after the other in the same folder, which is cleared away in between.
 
@@ -314,180 +301,3 @@ def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
     cause = "gradients of before are still there: of what is frozen now, or not in the optimizer"
     there = [name for name, p in named(model) if p.grad is not None]
     check_equal(there, [], "parameters with gradients", cause=cause)
-
-
-def step_rules(answer: Any, rank: int, folder: Path) -> None:
-    """Steps that are refused, before and after checkpoints; then the newest is loaded."""
-    model, optimizer = small()
-
-    def refuse(number: int, newest: int) -> None:
-        before = _files(folder)
-        save = lambda: answer.save(folder, model, optimizer, number)  # noqa: E731
-        cause = f"step {number} is not compared with {newest + 1} as a number, or not at all"
-        check_raises(save, ValueError, mentions=[number], when=f"for step {number}", cause=cause)
-        cause = "the folder is written to before the step is checked"
-        check_equal(_files(folder), before, "files in the folder", cause=cause)
-        dist.barrier()
-
-    refuse(0, 0)
-    refuse(-1, 0)
-    on_rank_0(lambda: _plant(folder))
-    planted = _files(folder)
-    for number in (2, 10, 999_999, 1_000_000):
-        answer.save(folder, model, optimizer, number)
-        on_rank_0(lambda: _turn_times(folder))
-        if number in (10, 1_000_000):
-            cause = "as texts, even with zeros in front, the last of 999999 and 1000000 is another"
-            newest = answer.load(folder, model, optimizer)
-            check_equal(newest, number, "step of the newest checkpoint", cause=cause)
-            dist.barrier()
-        for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
-            refuse(old, number)
-    cause = "save takes away what is no checkpoint"
-    gone = sorted(planted.keys() - _files(folder).keys())
-    check_equal(gone, [], "files and folders that are gone", cause=cause)
-
-
-def _plant(folder: Path) -> None:
-    """Files of somebody else, in folders with likely names."""
-    for name in ("tmp", ".tmp", "temp", "best-1", "data.part", "data.tmp"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "mine.txt").touch()
-
-
-def _turn_times(folder: Path) -> None:
-    """As a copy may have it: what was written first has the latest time."""
-    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    last = max(times.values())
-    for path, time in times.items():
-        os.utime(path, ns=(last, 2 * last - time - last // 1000))
-
-
-def _files(folder: Path) -> dict[str, Any]:
-    return {
-        str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "a folder"
-        for path in folder.parent.rglob("*")
-    }
-
-
-def save_often(answer: Any, rank: int, folder: Path) -> None:
-    """Checkpoints 1 to 3; the bytes in the folder after each."""
-    model, optimizer = small()
-    found = []
-    for number in (1, 2, 3):
-        answer.save(str(folder / "made"), model, optimizer, number)
-        dist.barrier()
-        found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
-        dist.barrier()
-    cause = "a checkpoint is written over one from before, or takes it away"
-    kept = found[0] > 0 and found[2] > 2.7 * found[0]
-    check_equal(kept, True, "whether three checkpoints take three times the bytes", cause=cause)
-
-
-def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
-    """The weights; the file is there as soon as the call has returned on this rank.
-
-    The model computes in 16 bits, and has been evaluated. On rank 0 nothing under the folder gets
-    its name within a twentieth of a second. A path that `is_bare` is a name in the current folder.
-    """
-    model = sharded(tied(), torch.bfloat16)
-    want = weights(model)  # no call after save_whole: a rank that waits would take it for another's
-    evaluate(model)
-    before = os.getcwd()
-    os.chdir(path.parent)
-    with slow(path.parent):
-        answer.save_whole(path.name if is_bare else path, model)
-    os.chdir(before)
-    names, what = sorted(load_file(path)), f"names in the file when rank {rank} returns"
-    cause = "a rank returns before rank 0 has written; or it is not the model's state dict"
-    check_equal(names, sorted(tied().state_dict()), what, cause=cause)
-    return want
-
-
-def load_whole_into(answer: Any, rank: int, path: Path) -> None:
-    """A model that has gradients, and has been evaluated, has all that is in the file of `tied`."""
-    model = sharded(other(tied(seed=9)))
-    optimizer = momentum(model.parameters())
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    before = gradients(model)
-    evaluate(model)
-    (entry,) = os.scandir(path.parent)  # no str, and no Path
-    with torch.set_grad_enabled(rank == 0):
-        answer.load_whole(entry, model)
-    cause = "a rank has not got its part of every weight"
-    check_equal(weights(model), weights(tied()), "weights", cause=cause)
-    check_others(model)
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    replaced = [name for name, p in named(model) if p not in held]
-    cause = "the parameters were replaced: those that the optimizer has are others"
-    check_equal(replaced, [], "parameters that the optimizer does not have", cause=cause)
-    cause = "load_whole is about weights: nobody has asked it to drop gradients"
-    check_equal(gradients(model), before, "gradients", cause=cause)
-
-
-def refuses_files(answer: Any, rank: int, folder: Path) -> None:
-    """Files that are not of the model, by what is changed in them, or is gone (...)."""
-    model = sharded(tied(seed=9))
-    optimizer = momentum(model.parameters())
-    state, name = tied().state_dict(), "blocks.0.up.weight"
-    files: dict[str, dict[str, Any]] = {
-        "a name too few": {name: ...},
-        "a buffer too few": {"scale": ...},
-        "a name too many": {f"{name}.more": torch.ones(3)},
-        "no extra state": {"_extra_state": ...},
-        "more extra state": {"head._extra_state": "more"},
-        "a buffer of another shape": {"scale": torch.ones(1)},
-        "a row for a number": {"seen": state["seen"].view(1)},
-        "the shape turned": {name: state[name].T.clone()},
-    }
-    for what, changed in files.items():
-        path = folder / f"{what}.pt"
-        values = {n: value for n, value in {**state, **changed}.items() if value is not ...}
-        on_rank_0(functools.partial(torch.save, values, path))
-        words = [*changed, path]
-        refuses(answer.load_whole, path, model, optimizer, words, f"the file has {what}")
-
-
-def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
-    """One rank: what is in the file if save_whole were killed at an operation on a file.
-
-    The system's temporary folder is on another disk.
-    """
-    model, _ = small()
-    copies = Copies(folder / "run-\u00e9")
-    copies.folder.mkdir()
-    path = copies.folder / "whole.pt"
-    torch.save({"from before": torch.ones(3)}, path)
-    with before_each_write(copies.folder, copies.before_a_write):
-        answer.save_whole(path, model)
-    new = weights(model)
-    cause = "it is not the model's, or it is in another dtype"
-    check_equal(load_file(path), new, "what is in the file", cause=cause)
-    for when, copy in copies.made:
-        names = sorted(load_file(copy / path.name))
-        check(
-            names in (["from before"], sorted(new)),
-            expected=f"names of the file from before, or those of the model, {when}",
-            got=names,
-            cause="the file is written in place, as shutil.move() from another disk does too, "
-            "or taken away before the new one is there",
-        )
-
-
-def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:
-    """What one call does to this rank's memory; the model has trained with AdamW.
-
-    gloo's threads may let go of what they have sent a little late: the least of three counts.
-    """
-    model, optimizer = trained(make(256, 6))
-    optimizer.zero_grad()
-
-    def plain() -> None:
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        if rank == 0:
-            torch.save(whole, path)
-
-    call = plain if is_plain else functools.partial(answer.save_whole, path, model)
-    found = (account(call, device(), model=model, optimizer=optimizer) for _ in range(3))
-    return min(found, key=lambda books: books.peak)

@@ -10,7 +10,7 @@ import pytest
 from kit.laws.checks import check_bar
 from kit.ranks.shards import shard_bytes, whole_bytes
 from kit.ranks.toys import make
-from specs.sharded_checkpoint import ranks
+from specs.sharded_checkpoint import ranks, ranks_folder
 from specs.sharded_checkpoint.models import adamax, adamw
 
 
@@ -47,11 +47,11 @@ class TestPart2SaveAndLoad:
     @pytest.mark.exact("save", "older")
     def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
         """Three checkpoints take three times the bytes of one."""
-        world.run(answer, ranks.save_often, tmp_path / "run")
+        world.run(answer, ranks_folder.save_often, tmp_path / "run")
 
     @pytest.mark.exact("save", "untouched")
     def test_training_goes_on_with_what_is_there(self, answer, world, tmp_path):
-        world.run(answer, ranks.leaves_alone, tmp_path / "run")
+        world.run(answer, ranks_folder.leaves_alone, tmp_path / "run")
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
@@ -61,7 +61,7 @@ class TestPart2SaveAndLoad:
         """
         folder = tmp_path / "step-3" / "checkpoint-3[a]"
         folder.parent.mkdir()
-        world.run(answer, ranks.step_rules, folder)
+        world.run(answer, ranks_folder.step_rules, folder)
 
     @pytest.mark.saves("save", "memory")
     def test_a_rank_saves_its_own_part_only(self, answer, reference, worlds, tmp_path):

@@ -12,7 +12,7 @@ from kit.laws.checks import check_bar, check_equal
 from kit.ranks.disk import load_file
 from kit.ranks.shards import shard_bytes, whole_bytes
 from kit.ranks.toys import make
-from specs.sharded_checkpoint import ranks
+from specs.sharded_checkpoint import ranks, ranks_whole
 from specs.sharded_checkpoint.models import tied
 
 
@@ -22,7 +22,7 @@ class TestPart4OneFile:
         """A file from before is replaced; ordinary tensors, all names, the weights to the bit."""
         path = tmp_path / "whole.pt"
         path.write_bytes(b"from before")
-        want = world.run(answer, ranks.save_whole_after, path, True)[0]
+        want = world.run(answer, ranks_whole.save_whole_after, path, True)[0]
         model, saved = tied(), load_file(path)
         cause = "shards are saved, or other values"
         check_equal({name: saved[name] for name in want}, want, "weights", cause=cause)
@@ -42,7 +42,7 @@ class TestPart4OneFile:
     @pytest.mark.exact("save_whole", "returns")
     def test_returns_when_the_file_is_there(self, answer, world, tmp_path):
         """Rank 0 is slow to write; whoever returns finds the file."""
-        world.run(answer, ranks.save_whole_after, tmp_path / "whole.pt")
+        world.run(answer, ranks_whole.save_whole_after, tmp_path / "whole.pt")
 
     @pytest.mark.exact("load_whole", "in place")
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
@@ -52,7 +52,7 @@ class TestPart4OneFile:
         weight = state["head.weight"]
         state["head.weight"] = torch.stack([torch.zeros_like(weight), weight])[1]
         torch.save(state, path)
-        world.run(answer, ranks.load_whole_into, path)
+        world.run(answer, ranks_whole.load_whole_into, path)
 
     @pytest.mark.saves("save_whole", "memory")
     def test_other_ranks_gather_one_parameter_at_a_time(self, answer, reference, world, tmp_path):
@@ -91,7 +91,7 @@ class TestPart4OneFile:
         self, answer, world, tmp_path
     ):
         """Killed at each file operation of save_whole; the temporary folder is on another disk."""
-        world.run(answer, ranks.killed_save_whole, tmp_path)
+        world.run(answer, ranks_whole.killed_save_whole, tmp_path)
 
     @pytest.mark.survives("load_whole", "together")
     @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ class TestPart4OneFile:
     @pytest.mark.survives("load_whole", "Raises")
     def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):
         """A weight or a buffer too few, one too many, another shape, which might be repeated."""
-        world.run(answer, ranks.refuses_files, tmp_path)
+        world.run(answer, ranks_whole.refuses_files, tmp_path)
 
 
 def _bytes(state: dict[str, Any]) -> int:

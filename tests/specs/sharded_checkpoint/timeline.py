@@ -7,7 +7,7 @@ from types import ModuleType
 
 from kit.memory.account import Account
 from kit.ranks.world import World
-from specs.sharded_checkpoint import ranks
+from specs.sharded_checkpoint import ranks_whole
 
 TITLE = "save_whole on rank 1 of 2, 6 blocks 256 wide"
 
@@ -18,6 +18,6 @@ def timeline(
     """The plain way is the whole state dict on every rank."""
     ways = {"plain": reference, "reference": reference, "yours": answer}
     return {
-        name: world.run(way, ranks.books, tmp_path / f"{name}.pt", name == "plain")[1]
+        name: world.run(way, ranks_whole.books, tmp_path / f"{name}.pt", name == "plain")[1]
         for name, way in ways.items()
     }

@@ -1,0 +1,95 @@
+"""What ranks do for the specs of a folder: which checkpoint is the newest, what is left alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from kit.laws.checks import check_equal, check_raises
+from kit.ranks.shards import check_untouched, local_state
+from specs.sharded_checkpoint.models import (
+    evaluate,
+    small,
+)
+from specs.sharded_checkpoint.ranks import on_rank_0
+
+
+def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
+    """Weights, gradients and optimizer state, where the model has been evaluated."""
+    model, optimizer = small()
+    before = local_state(model, optimizer)
+    evaluate(model)
+    answer.save(folder, model, optimizer, 1)
+    cause = "whoever saves a checkpoint goes on training with what is there"
+    check_untouched(before, model, optimizer, call="save", cause=cause)
+
+
+def step_rules(answer: Any, rank: int, folder: Path) -> None:
+    """Steps that are refused, before and after checkpoints; then the newest is loaded."""
+    model, optimizer = small()
+
+    def refuse(number: int, newest: int) -> None:
+        before = _files(folder)
+        save = lambda: answer.save(folder, model, optimizer, number)  # noqa: E731
+        cause = f"step {number} is not compared with {newest + 1} as a number, or not at all"
+        check_raises(save, ValueError, mentions=[number], when=f"for step {number}", cause=cause)
+        cause = "the folder is written to before the step is checked"
+        check_equal(_files(folder), before, "files in the folder", cause=cause)
+        dist.barrier()
+
+    refuse(0, 0)
+    refuse(-1, 0)
+    on_rank_0(lambda: _plant(folder))
+    planted = _files(folder)
+    for number in (2, 10, 999_999, 1_000_000):
+        answer.save(folder, model, optimizer, number)
+        on_rank_0(lambda: _turn_times(folder))
+        if number in (10, 1_000_000):
+            cause = "as texts, even with zeros in front, the last of 999999 and 1000000 is another"
+            newest = answer.load(folder, model, optimizer)
+            check_equal(newest, number, "step of the newest checkpoint", cause=cause)
+            dist.barrier()
+        for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
+            refuse(old, number)
+    cause = "save takes away what is no checkpoint"
+    gone = sorted(planted.keys() - _files(folder).keys())
+    check_equal(gone, [], "files and folders that are gone", cause=cause)
+
+
+def _plant(folder: Path) -> None:
+    """Files of somebody else, in folders with likely names."""
+    for name in ("tmp", ".tmp", "temp", "best-1", "data.part", "data.tmp"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "mine.txt").touch()
+
+
+def _turn_times(folder: Path) -> None:
+    """As a copy may have it: what was written first has the latest time."""
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    last = max(times.values())
+    for path, time in times.items():
+        os.utime(path, ns=(last, 2 * last - time - last // 1000))
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "a folder"
+        for path in folder.parent.rglob("*")
+    }
+
+
+def save_often(answer: Any, rank: int, folder: Path) -> None:
+    """Checkpoints 1 to 3; the bytes in the folder after each."""
+    model, optimizer = small()
+    found = []
+    for number in (1, 2, 3):
+        answer.save(str(folder / "made"), model, optimizer, number)
+        dist.barrier()
+        found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        dist.barrier()
+    cause = "a checkpoint is written over one from before, or takes it away"
+    kept = found[0] > 0 and found[2] > 2.7 * found[0]
+    check_equal(kept, True, "whether three checkpoints take three times the bytes", cause=cause)
