@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 
 from kit.laws.checks import check_equal
-from kit.laws.endings import ENDINGS
+from kit.laws.endings import ENDINGS, alive
 from kit.memory.ruler import collector_paused
 
 
@@ -26,8 +26,8 @@ def check_nothing_waits(run: Callable, end: str, device: torch.device) -> None:
     with collector_paused():
         with suppress(KeyError, KeyboardInterrupt, SystemExit, RuntimeError):
             run(fails)
-        alive = sum(own() is not None for own in there)
+        left = alive(there)
     check_equal(len(there), 1, "calls of the function", cause="what failed is tried again")
     cause = "a local variable keeps the error, whose traceback holds that variable's frame: a cycle"
     what = "tensors of the failed call that wait for the garbage collector"
-    check_equal(alive, 0, what, cause=cause)
+    check_equal(left, 0, what, cause=cause)

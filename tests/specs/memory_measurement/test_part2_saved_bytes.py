@@ -100,6 +100,8 @@ class TestPart2SavedBytes:
         layer, there = nn.Linear(6, 3, device="meta"), leaf(5, 6, device="meta")
         yield "on meta", 4 * 5 * (6 + 3), lambda: layer(there).tanh(), layer
         yield "an expanded row", 4 * 6, lambda: w * row.expand(40, 6)
+        residual = lambda y, _: y + y.exp()  # noqa: E731
+        yield "40 residual blocks", 40 * 4 * 10, lambda: reduce(residual, range(40), x)
 
     @pytest.mark.exact("saved_bytes", "left out")
     @counts("what is saved of a parameter may be a view of it: ask for the storages of this model")
@@ -196,14 +198,16 @@ class TestPart2SavedBytes:
     @pytest.mark.parametrize("end", ENDINGS)
     def test_puts_the_callers_hooks_back(self, answer, device, end):
         packed, x = [], leaf(12, device=device)
-        hooks = saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
-        hooks.__enter__()
+        for name in ("outer", "inner"):
+            hooks = saved_tensors_hooks(lambda t, n=name: packed.append(n) or t, lambda t: t)
+            hooks.__enter__()
         check_ending(lambda forward: answer.saved_bytes(forward, nn.Module()), end, lambda: None)
-        x.exp()
-        with suppress(RuntimeError):  # there are none
-            hooks.__exit__()
-        cause = "hooks are removed that were there before, or others are left above them"
-        check_equal(len(packed), 1, "tensors that the caller's hook packs next", cause=cause)
+        for _ in ("inner", "outer"):
+            x.exp()
+            with suppress(RuntimeError):  # there are none
+                hooks.__exit__()
+        cause = "hooks are removed that were there before, or come back in another order"
+        check_equal(packed, ["inner", "outer"], "the caller's own hooks afterwards", cause=cause)
 
     @pytest.mark.survives("saved_bytes", 5)
     def test_changes_nothing_that_forward_does_not(self, answer, device):

@@ -10,10 +10,7 @@ import torch.distributed as dist
 
 from kit.laws.checks import check_equal, check_raises
 from kit.ranks.shards import check_untouched, local_state
-from specs.sharded_checkpoint.models import (
-    evaluate,
-    small,
-)
+from specs.sharded_checkpoint.models import evaluate, small
 from specs.sharded_checkpoint.ranks import on_rank_0
 
 
