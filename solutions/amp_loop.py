@@ -247,8 +247,8 @@ class LossScaler:
         good_steps: int,
     ) -> None:
         """Check all, then set all."""
-        if not 0 < scale < math.inf:
-            raise ValueError(f"the scale must be positive and finite, not {scale}")
+        if not 0 < scale <= torch.finfo(torch.float32).max:
+            raise ValueError(f"the scale must be positive and finite in float32, not {scale}")
         if not growth_factor > 1:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
         if not 0 < backoff_factor < 1:

@@ -209,6 +209,8 @@ def peak_memory(
         device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"no device is named {device!r}") from None
+    # A list would keep alive what the step frees; an iterator that is used up lets go of it.
+    existing = iter(existing)
     if device.type == "cpu":
         return _peak_on_cpu(step, existing)
     if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():

@@ -225,6 +225,7 @@ def peak_memory(
     gc.collect()  # old garbage must not be freed in the middle of the step
     if where.type == "cuda":
         deque(existing, maxlen=0)  # an iterator must not keep alive what the step frees
+        del existing
         torch.cuda.reset_peak_memory_stats(where)
         baseline = torch.cuda.memory_allocated(where)
         step()

@@ -210,6 +210,7 @@ def peak_memory(
     if device.type == "cuda":
         for tensor in existing:  # an iterator that is not emptied keeps its tensors alive
             del tensor
+        del existing
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         baseline = torch.cuda.memory_allocated(device)

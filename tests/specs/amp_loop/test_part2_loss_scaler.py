@@ -23,7 +23,7 @@ from specs.amp_loop.laws import laid_otherwise
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 OUT_OF_RANGE = {
-    "init_scale": (0.0, -4.0, float("inf"), nan),  # not math's own object
+    "init_scale": (0.0, -4.0, 1e39, float("inf"), nan),  # not math's own object
     "growth_factor": (1.0, 0.5, nan),
     "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
     "growth_interval": (0, -1, nan),
@@ -262,9 +262,9 @@ class TestPart2LossScaler:
     @pytest.mark.survives("LossScaler", 6)
     @agrees("what was done since the last update is not kept for each optimizer")
     def test_refuses_calls_out_of_order(self):
-        """Any two calls, after an overflow too, and with another one's or a load between."""
+        """Any two calls, after an overflow too; with a step, an update or a load between."""
         loaded = "load_state_dict(side.state_dict()); "
-        for bad, between in ((inf, ""), (None, "step(b); "), (None, loaded)):
+        for bad, between in ((inf, ""), (None, "step(b); "), (None, "update(); "), (None, loaded)):
             for first, last in product(("unscale_(a)", "step(a)", "update()"), repeat=2):
                 script = f"backward(a, {bad}); backward(b); {first}; {between}{last}"
                 yield f"{first}; {between}{last}, {bad}", script

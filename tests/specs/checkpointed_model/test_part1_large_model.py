@@ -78,6 +78,8 @@ class TestPart1LargeModel:
         suspects["the mask is not used"] = by_hand(block, x)
         want, cause = by_hand(block, x, mask), "something else is masked than the update"
         check_close(block(x, mask=mask), want, "output", cause=cause, suspects=suspects)
+        want, cause = by_hand(block, x, mask.logical_not_()), "the mask of the call before is used"
+        check_close(block(x, mask=mask), want, "output, the mask filled anew", cause=cause)
         x[~mask] = 3e38 * block.up.weight[0].detach().sign()  # finite, and the update is not
         cause = "the update is multiplied by the mask, and 0 times infinity is no number"
         check_equal(block(x, mask=mask)[~mask].detach(), x[~mask], "large inputs", cause=cause)

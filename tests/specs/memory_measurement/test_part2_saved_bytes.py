@@ -135,6 +135,9 @@ class TestPart2SavedBytes:
         z = torch.complex(number, 3 * number)
         yield "a lazy conjugate", -3 * number, x, lambda _: (x * z.conj()).imag
         yield "a lazy minus", -3 * number, x, lambda _: x * z.conj().imag
+        square = torch.arange(9.0).view(3, 3)
+        both = lambda _: square @ x + square.t() @ x  # noqa: E731
+        yield "a square matrix and its transpose", (square + square.t()).sum(0), x, both
         norm, two = lambda: nn.BatchNorm1d(3).requires_grad_(False), torch.full((3,), 2.0)
         yield "a frozen model is gone", two, x, lambda m: x * m.weight + x * m.running_var, norm
 

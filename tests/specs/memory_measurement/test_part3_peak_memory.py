@@ -1,5 +1,7 @@
 """Peaks, compared with formulas in multiples of CUDA's 512 bytes, and with the kit's own ruler."""
 
+import inspect
+import sys
 from contextlib import suppress
 from functools import partial, reduce
 from io import BytesIO
@@ -26,8 +28,11 @@ def floats(kib, **options):
 
 @scenarios("bytes (baseline, peak - baseline, retained)")
 def counts(answer, device, name, want, step, existing=()):
-    """`want` is in KiB."""
-    got = answer.peak_memory(step, str(device), existing)
+    """`want` is in KiB; of a function that makes `existing` the answer alone has the result."""
+    if callable(existing):  # the kit's wrapper would have it too
+        got = inspect.unwrap(answer.peak_memory)(step, str(device), existing())
+    else:
+        got = answer.peak_memory(step, str(device), existing)
     baseline = got.baseline if device.type == "cpu" else want[0] * KIB
     return (baseline, got.peak - got.baseline, got.retained), tuple(KIB * n for n in want)
 
@@ -201,6 +206,9 @@ class TestPart3PeakMemory:
         finite = (t for t in held[:] if t.mul(2).isfinite().all())
         step = lambda: (held.clear(), floats(8))[0]  # noqa: E731
         yield "8 KiB for 8, and a generator that computes", (8, 0, -8), step, finite
+        if sys.version_info >= (3, 11):  # before, whoever calls keeps the arguments
+            grads = [floats(8)]
+            yield "a list made for the call", (8, 0, -8), grads.clear, lambda: [*grads]
 
     @pytest.mark.survives("peak_memory", 4)
     @counts("the size of a storage is read only once")

@@ -126,6 +126,10 @@ class TestPart1Checkpoint:
         yield "indices", lambda call: call(words, index)
         yield "no argument", lambda call: call(lambda: model(x))
         weight = nn.Parameter(w.data(7))
+        frozen = w.probed(nn.Linear(7, 13)).requires_grad_(False)
+        frozen[0].bias = None
+        frozen[0].register_forward_hook(lambda _, args, out: out * weight[0])
+        yield "a frozen module that uses a leaf from elsewhere", lambda c: c(frozen, x)
         yield "nothing but numbers", lambda c: weight * c(lambda a, b: (a + b, None), 1, 2)[0]
         body, head = nn.Linear(7, 5), nn.Linear(5, 2)
         inside = torch.no_grad()(lambda a: body(a))

@@ -118,16 +118,19 @@ class TestPart3Segments:
         yield "frozen layers first, from another layer", frozen, x, 4, nn.Linear(5, 5)
 
     @pytest.mark.saves("run_in_segments", "peak")
-    @pytest.mark.parametrize(("count", "segments", "kind"), [(16, 4, "data"), (13, 5, "trained")])
+    @pytest.mark.parametrize(
+        ("count", "segments", "kind"), [(16, 4, "data"), (13, 5, "trained"), (13, 5, "evaluated")]
+    )
     def test_the_peak_is_the_inputs_and_the_largest_segment(
         self, answer, reference, device, count, segments, kind
     ):
         """Bar: segments x input + the plain peak of ceil(layers / segments) layers.
 
-        For an input that requires a gradient, and for data.
+        For an input that requires a gradient, with layers in eval mode too, and for data.
         """
         layers, x = w.big_chain(count, device)
-        x.requires_grad_(kind == "trained")
+        x.requires_grad_(kind != "data")
+        layers.train(kind != "evaluated")
         largest = math.ceil(count / segments)
 
         def peak(run, layers=layers):
