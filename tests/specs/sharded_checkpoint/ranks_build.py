@@ -69,6 +69,12 @@ def init(module: nn.Module) -> None:
             buffer.fill_(3)
 
 
+def begin() -> None:
+    """The same random numbers from here on, and not from a seed on: some have been drawn."""
+    draw.seed(SEED)
+    draw.rand(3)
+
+
 def has_own(module: nn.Module) -> bool:
     return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
@@ -82,7 +88,7 @@ def alone(
     """
     with device():  # to() would cut the tie of a buffer
         model = MODELS[kind]()
-    draw.seed(SEED)
+    begin()
     for module in order(model):
         init(module)
     return model
@@ -107,7 +113,7 @@ def ties(model: nn.Module) -> list[list[str]]:
 
 def built(answer: Any, kind: str) -> Any:
     """The model and its optimizer."""
-    draw.seed(SEED)
+    begin()
     return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, momentum)
 
 
@@ -151,7 +157,7 @@ def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
         },
     }
     model = sharded(MODELS[kind]())
-    draw.seed(SEED)
+    begin()
     with torch.no_grad():
         for module in model.modules():
             init(module)
