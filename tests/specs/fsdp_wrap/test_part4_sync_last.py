@@ -33,8 +33,9 @@ class TestPart4SyncLast:
     @pytest.mark.exact("train_step", 1)
     def test_reduces_every_unit_once(self, answer, device):
         """On 64 ranks, whatever the number of micro-batches, also if the last one is the first."""
-        calls = second_step(answer, device, 64, again=True, sync="last", max_norm=1.0)[1]
-        check_reductions(calls, 64, 1)
+        many, options = (300,) * 40, {"blocks": 1, "sync": "last", "max_norm": 1.0}
+        calls = second_step(answer, device, 64, many, again=True, **options)[1]
+        check_reductions(calls, 64, 1, len(many), blocks=1)
 
     @pytest.mark.saves("train_step", 1)
     def test_holds_one_set_of_whole_gradients(self, answer, reference, device):
