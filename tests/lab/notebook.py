@@ -5,7 +5,7 @@ def run(lab: Lab) -> None:
     lab.say("A sentence.")
     lab.table("Peaks", ["configuration", "GiB"], [["fp32", "13.6"]])
     lab.plot("peaks", figure, "AMP saves a third of the peak, not half", "Bars of ...")
-    lab.claim("q9-amp-half", "35 % of the peak", holds=False, when="weights stay float32")
+    lab.claim("q9-amp-half", "35 % of the peak", verdict="holds in part", when="...")
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -104,6 +105,12 @@ class Page:
 
 class NotHere(Exception):
     """What an experiment needs is not here: the words say what."""
+
+
+def needs(*libraries: str) -> None:
+    """Raise NotHere if one of them is not installed."""
+    if missing := [name for name in libraries if find_spec(name) is None]:
+        raise NotHere(f"{' and '.join(missing)} not installed")
 
 
 class Lab:

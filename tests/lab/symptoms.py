@@ -43,12 +43,6 @@ def _batches(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     return [(x.to(device), y.to(device)) for x, y in pairs]
 
 
-def bytes_of_output(device: torch.device) -> int:
-    """Bytes of the model's output for one batch."""
-    batch, width = _sizes(device)
-    return 4 * batch * width
-
-
 def timeline_of(device: torch.device, program: Callable[..., object]) -> list[int]:
     """Bytes that a program adds, at POINTS of its time; gradients are there before."""
     model, batches = _model(device), _batches(device)

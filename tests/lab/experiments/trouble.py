@@ -1,4 +1,4 @@
-"""Five programs with a fault, and a sixth on cuda: what shows it, and what mends it."""
+"""Four programs with a fault, and a fifth on cuda: what shows it, and what mends it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def run(lab: Lab) -> None:
         "plots are the timeline of kit/memory/ruler.py."
     )
     _graph(lab)
-    _list(lab)
     _leak(lab)
     _nan(lab)
     _speed(lab)
@@ -54,19 +53,6 @@ def _graph(lab: Lab) -> None:
         "run, the graphs have freed the tensors that they saved, and only their nodes are left. It "
         "hurts where nothing runs backward: in an evaluation without no_grad()."
     )
-
-
-def _list(lab: Lab) -> None:
-    programs = (broken.predict_in_a_list, broken.predict)
-    found = _samples(lab, symptoms.timeline_of, *programs)
-    _show(lab, "A list of tensors that grows", *programs)
-    held, mended = (found[program.__name__] for program in programs)
-    size = f"one output is {human(symptoms.bytes_of_output(lab.device))}"
-    title = (
-        f"A list of outputs grows by {symptoms.growth(held)} a batch, one of classes by "
-        f"{symptoms.growth(mended)}: {size}"
-    )
-    _plot_timelines(lab, "list", title, found)
 
 
 def _leak(lab: Lab) -> None:
@@ -120,8 +106,7 @@ def _nan(lab: Lab) -> None:
     losses.set_yscale("log")
     for panel in (losses, gradients):
         panel.set_xticks(steps[::3])
-    losses.set_xlabel("step")
-    losses.set_ylabel("loss (a gap is no number)")
+    losses.set(xlabel="step", ylabel="loss (a gap is no number)")
     draw.lines(gradients, steps, {name: sample["bad"] for name, sample in found.items()})
     gradients.set_xlabel("step")
     gradients.set_ylabel("gradients with inf or NaN")
@@ -175,16 +160,12 @@ def _speed(lab: Lab) -> None:
     draw.lines(left, widths, ms)
     left.set_xscale("log", base=2)
     left.set_xticks(widths, [str(width) for width in widths])
-    left.set_yscale("log")
-    left.set_xlabel("width of a group")
-    left.set_ylabel("milliseconds")
+    left.set(yscale="log", xlabel="width of a group", ylabel="milliseconds")
     faster = [min(seconds["fp32"]) / min(seconds["bf16"]) for seconds in amp.values()]
     draw.lines(right, sizes, {"bfloat16": faster, "no speed-up": [1.0] * len(sizes)})
     right.set_xscale("log", base=2)
     right.set_xticks(sizes, [str(size) for size in sizes])
-    right.set_xlabel("width of the model")
-    right.set_ylabel("times as fast as float32")
-    right.set_ylim(bottom=0)
+    right.set(xlabel="width of the model", ylabel="times as fast as float32", ylim=(0, None))
     slow = [one / other for one, other in zip(*ms.values(), strict=True)]
     title = (
         f"{symptoms.GROUPS} products of {widths[0]} x {widths[0]} take {slow[0]:.1f} times as long "
@@ -224,8 +205,7 @@ def _fragmentation(lab: Lab) -> None:
         draw.lines(panel, range(len(sample["reserved"])), most)
         _thin_marks(panel)
         panel.set_title(f"{name}: {'out of memory' if sample['failed'] else 'fits'}", fontsize=8)
-        panel.set_xlabel("operation")
-        panel.set_ylabel("MiB")
+        panel.set(xlabel="operation", ylabel="MiB")
     at_end = found[programs[0].__name__]
     reserved, used = at_end["reserved"][-1], at_end["allocated"][-1]
     title = (
