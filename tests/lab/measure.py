@@ -7,7 +7,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -63,7 +63,7 @@ def peak_of(step: Callable[[], object], device: torch.device, known: Iterable[ob
 
 
 def alternating(
-    steps: dict[str, Callable[[], object]],
+    steps: Mapping[str, Callable[[], object]],
     device: torch.device,
     rounds: int,
     limit: float = math.inf,

@@ -16,7 +16,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch
 from kit.catalog import ROOT
 from lab import quiet
 from lab.claims import CLAIMS
+from lab.measure import alternating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,6 +170,21 @@ class Lab:
 
         draw.save(figure, self._folder / "plots" / f"{self.page.name}-{name}", title)
         self.page.blocks.append(Plot(f"{self.page.name}-{name}", title, alt))
+
+    def bars(self, name: str, bars: dict[str, dict[str, int]], title: str, alt: str) -> None:
+        """A figure of bytes by kind, a bar for each name."""
+        from lab import draw
+
+        figure, (axes,) = draw.figure(height=1.8 + 0.3 * len(bars))
+        draw.stacked_bars(axes, bars)
+        self.plot(name, figure, title, alt)
+
+    def seconds(
+        self, name: str, make: Callable[[], Mapping[str, Callable[[], object]]], rounds: int = 15
+    ) -> dict[str, list[float]]:
+        """A sample: seconds of the steps that `make` gives, in turn; a quick run has 5 rounds."""
+        count = 5 if self.quick else rounds
+        return self.sample(name, lambda: alternating(make(), self.device, count, self.limit))
 
     def claim(self, claim: str, measured: str, *, verdict: str, when: str = "") -> None:
         """Set a measurement beside a claim of lab.claims; `when`: the conditions."""

@@ -62,26 +62,6 @@ def trade(points: dict[str, Ways], insides: dict[str, float], depth: int) -> Dra
     )
 
 
-def beside_torch(ways: Ways, depth: int) -> str:
-    """Ours and torch's at the same numbers of segments, in words."""
-    ours, torchs = (
-        {point.setting: point for point in ways[way]}
-        for way in ("run_in_segments", "checkpoint_sequential")
-    )
-    best = lowest(ways["run_in_segments"]).setting
-    worst = max(ours, key=lambda n: torchs[n].peak - ours[n].peak)
-    return (
-        "The lower bound is for schedules that keep inputs or graphs of whole layers until they "
-        "are used. The optimal schedule is optimal among those that keep inputs, and the graph of "
-        "one layer at a time: it is at home where a graph is far larger than an input. Torch's "
-        "checkpoint_sequential rounds the size of its segments down and leaves the rest to the "
-        f"last, which keeps everything: at {worst} segments of {depth} layers it peaks at "
-        f"{torchs[worst].peak:.0f} inputs, run_in_segments at {ours[worst].peak:.0f}. Where the "
-        f"number divides the depth, torch needs less: {torchs[best].peak:.0f} and "
-        f"{ours[best].peak:.0f} at {best}, because its second run stops before the output."
-    )
-
-
 def segments(ways: Ways, timed: dict[str, Any], depth: int) -> Drawn:
     """Peak and time against the number of segments."""
     figure, (left, right) = draw.figure(columns=2, height=3.4)
@@ -182,16 +162,6 @@ def saved(depths: list[int], plain: list[int], checkpointed: list[int]) -> Drawn
         f"the bytes saved grow {difference[-1] / difference[0]:.1f} times"
     )
     return figure, title, "Q9's model, 1024 wide, 16 x 1024: peak by depth, and the share saved."
-
-
-def gpt2(peaks: dict[int, dict[str, dict[str, int]]]) -> Drawn:
-    """GPT-2 medium by kind, plain and checkpointed."""
-    bars = {f"{way}, batch {b}": kinds for b, both in peaks.items() for way, kinds in both.items()}
-    figure, (axes,) = draw.figure(height=2.4 + 0.3 * len(bars))
-    draw.stacked_bars(axes, bars)
-    found = ", ".join(f"{share_saved(both):.0%} at batch {b}" for b, both in peaks.items())
-    title = f"Checkpointing GPT-2 medium saves {found} of 512 tokens"
-    return figure, title, "Bytes at the peak of a step of GPT-2 medium by kind, 512 tokens."
 
 
 def share_saved(both: dict[str, dict[str, int]]) -> float:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from kit.memory.stack import by_kind
 from lab import draw
-from lab.measure import Made, alternating, books_at_full_size, ratio, solution
+from lab.measure import Made, books_at_full_size, ratio, solution
 from lab.models import Batch, Gpt, loss_on, next_token, parameters_of, text
 from lab.notebook import Lab
 
@@ -106,15 +106,13 @@ def _memory(lab: Lab) -> tuple[dict[int, int], dict[int, int]]:
     for n in WINDOWS[1:]:
         bars[f"window of {n}"] = peaks[n]
         bars[f"{BATCH // n} alone"] = alone[n]
-    figure, (axes,) = draw.figure(height=4.0)
-    draw.stacked_bars(axes, bars)
     last = WINDOWS[-1]
     under, *_, over = sorted(total[n] - single[n] for n in single)
     title = (
         f"A window of {last} saves {1 - total[last] / total[1]:.0%} of the large batch's peak; "
         f"windows need {under / 2**30:.2f} to {over / 2**30:.2f} GiB more than a micro-batch"
     )
-    lab.plot("peaks", figure, title, f"Bytes at the peak of a step by kind, by window; {shape}.")
+    lab.bars("peaks", bars, title, f"Bytes at the peak of a step by kind, by window; {shape}.")
     return total, {**single, 1: total[1]}
 
 
@@ -131,7 +129,7 @@ def _peak(lab: Lab, window: int, *, alone: bool) -> dict[str, int]:
 
 def _time(lab: Lab) -> dict[int, tuple[float, float]]:
     """How many times as long as the large batch a step of each window takes, and the spread."""
-    seconds = lab.sample("seconds", lambda: _seconds(lab))
+    seconds = lab.seconds("seconds", lambda: _steps(lab))
     found = {n: ratio(seconds[str(n)], seconds["1"]) for n in WINDOWS}
     where = "this GPU" if lab.device.type == "cuda" else f"this CPU, one thread ({MIDDLE})"
     lab.table(
@@ -145,13 +143,12 @@ def _time(lab: Lab) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _seconds(lab: Lab) -> dict[str, list[float]]:
+def _steps(lab: Lab) -> dict[str, Callable[[], object]]:
     on_gpu = lab.device.type == "cuda"
     with lab.device:
         model = large() if on_gpu else Gpt(4, 128, longest=128)
     (batch,) = text(lab.device, 1, BATCH, LENGTH if on_gpu else 128)
-    steps = {str(n): make(batch, n, n, model)[0] for n in WINDOWS}
-    return alternating(steps, lab.device, rounds=4 if lab.quick else 15, limit=lab.limit)
+    return {str(n): make(batch, n, n, model)[0] for n in WINDOWS}
 
 
 def _train(lab: Lab, name: str, lr: float, window: int, take: int, seed: int = 0) -> dict[str, Any]:

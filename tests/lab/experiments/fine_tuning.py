@@ -97,14 +97,13 @@ def _bytes(lab: Lab) -> None:
     total = {name: sum(one["kinds"].values()) for name, one in found.items()}
     how = "the allocator's" if lab.device.type == "cuda" else "by a dry run"
     lab.say(f"GPT-2 small, 4 x 512 tokens, float32, fused AdamW, LoRA of rank 16; {how}.")
-    figure, (axes,) = draw.figure(height=3.0)
-    draw.stacked_bars(axes, {name: one["kinds"] for name, one in found.items()})
     saved = {name: f"{1 - size / total['full']:.0%}" for name, size in total.items()}
     title = (
         f"LoRA saves {saved['LoRA']} of the peak, a 4-bit base with it "
         f"{saved['4-bit + LoRA']}; checkpointed too, {saved['4-bit + LoRA, checkpointed']}"
     )
-    lab.plot("peaks", figure, title, "Bytes at the peak of one step by kind, GPT-2 small.")
+    kinds = {name: one["kinds"] for name, one in found.items()}
+    lab.bars("peaks", kinds, title, "Bytes at the peak of one step by kind, GPT-2 small.")
     lab.table(
         "Peak of one step, MiB",
         ["setting", "trained numbers", *draw.COLOURS, "peak", "saved"],

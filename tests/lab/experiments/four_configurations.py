@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import Adam
 from kit.laws.toys import mse
 from kit.memory.stack import highest, stacked, thin
 from lab import draw
-from lab.measure import Made, alternating, books_at_full_size, ratio, solution
+from lab.measure import Made, books_at_full_size, ratio, solution
 from lab.models import WAYS, train_step
 from lab.notebook import Lab
 
@@ -42,11 +43,9 @@ def run(lab: Lab) -> None:
     how = "the allocator's timeline" if on_gpu else "a dry run on fake tensors"
     lab.say(f"{shape}; by {how}. Weights, gradients and Adam's state stay float32 under AMP.")
 
-    figure, (axes,) = draw.figure(height=3.0)
-    draw.stacked_bars(axes, peaks)
     amp, checkpointed, both = (f"{saved[way]:.0%}" for way in ("AMP", "checkpointed", "both"))
     finding = f"AMP saves {amp} of the peak, checkpointing {checkpointed}, both {both}"
-    lab.plot("peaks", figure, finding, f"Bytes at the peak of one step by kind, {shape}.")
+    lab.bars("peaks", peaks, finding, f"Bytes at the peak of one step by kind, {shape}.")
     lab.table(
         "Peak of one step, GiB",
         ["configuration", *draw.COLOURS, "peak", "saved"],
@@ -65,7 +64,7 @@ def run(lab: Lab) -> None:
     title += f"{lower['checkpointed']} with checkpointing"
     lab.plot("timelines", figure, title, "Live bytes through one step by kind, four panels.")
 
-    seconds = lab.sample("seconds", lambda: _seconds(lab))
+    seconds = lab.seconds("seconds", lambda: _steps(lab))
     slower = {way: ratio(found, seconds["fp32"]) for way, found in seconds.items()}
     lab.table(
         "Time of one step"
@@ -81,11 +80,10 @@ def _timeline(lab: Lab, way: str) -> list[dict[str, int]]:
     return thin(stacked(books_at_full_size(partial(make, way, full=True), lab.device)))
 
 
-def _seconds(lab: Lab) -> dict[str, list[float]]:
+def _steps(lab: Lab) -> dict[str, Callable[[], object]]:
     full, layers = lab.device.type == "cuda", _layers(lab)
     with lab.device:
-        steps = {way: make(way, full=full, layers=layers)[0] for way in WAYS}
-    return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
+        return {way: make(way, full=full, layers=layers)[0] for way in WAYS}
 
 
 def _layers(lab: Lab) -> int:

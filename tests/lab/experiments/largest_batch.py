@@ -165,17 +165,6 @@ def _largest(
         parts.append(f"{name}: AMP {amp}, checkpointed {checkpointed}, both {both}")
     title = f"Largest batch as a multiple of fp32's. {'; '.join(parts)}"
     lab.plot("batches", figure, title, "Bars: largest batch, and samples a second at it.")
-    lab.table(
-        "Samples a second at the largest batch",
-        ["model", "configuration", "samples a second", "times fp32", "spread"],
-        [
-            [name, way, f"{statistics.median(values):,.0f}"]
-            + [f"{part:.2f}" for part in ratio(values, speed[name]["fp32"])]
-            for name in MODELS
-            if "fp32" in speed[name]
-            for way, values in speed[name].items()
-        ],
-    )
 
 
 def _bars(axes: Any, bars: dict[str, float], title: str) -> None:
@@ -194,8 +183,8 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _seconds_of_products(device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Seconds of products of (rows, inner) and (inner, size) for each of SIZES."""
+def _products(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Products of (rows, inner) and (inner, size) for each of SIZES."""
     on_gpu = device.type == "cuda"
     rows, inner, repeats = (16384, 8192, 10) if on_gpu else (1024, 512, 2)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -207,13 +196,11 @@ def _seconds_of_products(device: torch.device, rounds: int) -> dict[str, list[fl
         for _ in range(repeats):
             left @ right
 
-    steps = {size: partial(multiply, right) for size, right in rights.items()}
-    return alternating({**steps}, device, rounds)
+    return {size: partial(multiply, right) for size, right in rights.items()}
 
 
 def _padding(lab: Lab) -> None:
-    rounds = 15 if lab.quick else 40
-    seconds = lab.sample("padding", lambda: _seconds_of_products(lab.device, rounds))
+    seconds = lab.seconds("padding", lambda: _products(lab.device), rounds=40)
     # Time a column, times that of WIDE; from the fastest of all rounds, the least disturbed.
     wide = min(seconds[str(WIDE)]) / WIDE
     waste = {size: min(seconds[str(size)]) / size / wide for size in SIZES}
@@ -240,17 +227,6 @@ def _padding(lab: Lab) -> None:
         f"65 {waste[65]:.2f} times."
     )
     lab.plot("padding", figure, title, "Cost of a column against the number of columns.")
-    sizes = {"channels or batch": 64, "one more": 65, "tokens of ViT, 224 by 14": 257}
-    sizes["words of GPT-2"] = 50257
-    lab.table(
-        "Computed: how many times its work a size costs when it is padded to a multiple of",
-        ["size", "8", "64", "128", "128, both sizes of a product"],
-        [
-            [f"{size:,} ({what})", *(f"{padded(size, m) / size:.3f}" for m in (8, 64, 128))]
-            + [f"{(padded(size, 128) / size) ** 2:.2f}"]
-            for what, size in sizes.items()
-        ],
-    )
     two = (padded(64, 128) / 64) ** 2
     measured = (
         f"computed {padded(64, 128) / 64:.2f} times for one size of 64, {two:.2f} for two; "

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from kit.memory.stack import by_kind, stacked
 from lab import draw
-from lab.measure import Made, alternating, books_of, ratio, rehearsed, solution
+from lab.measure import Made, books_of, ratio, rehearsed, solution
 from lab.models import Batch, Gpt, loss_on, next_token, parameters_of, plain_step, text
 from lab.notebook import Lab, needs
 from lab.strangers import gpt
@@ -101,10 +101,8 @@ def _memory(lab: Lab) -> tuple[dict[str, int], float]:
         f"the loss reads the logits as float32. One more sequence takes {limit:.0%} less in "
         "bfloat16 than in float32, and no batch saves more."
     )
-    figure, (axes,) = draw.figure(height=2.8)
-    draw.stacked_bars(axes, peaks)
     finding = f"float16 saves {saved['fp16']} of the peak of GPT-2 small, bfloat16 {saved['bf16']}"
-    lab.plot("peaks", figure, finding, f"Bytes at the peak of one step by kind, {shape}.")
+    lab.bars("peaks", peaks, finding, f"Bytes at the peak of one step by kind, {shape}.")
     return total, limit
 
 
@@ -144,7 +142,10 @@ def _peak(lab: Lab, way: str) -> dict[str, int]:
 
 
 def _time(lab: Lab) -> dict[str, float]:
-    seconds = lab.sample("seconds", lambda: _seconds(lab))
+    (batch,) = _texts(lab, 1)
+    seconds = lab.seconds(
+        "seconds", lambda: {way: partial(learner(lab, way)[0], batch) for way in WAYS}
+    )
     found = {way: ratio(seconds["fp32"], own) for way, own in seconds.items()}
     on_gpu = lab.device.type == "cuda"
     where = "this GPU, without TF32" if on_gpu else f"this CPU, one thread ({SMALL})"
@@ -154,12 +155,6 @@ def _time(lab: Lab) -> dict[str, float]:
         [[way, f"{speed:.2f}", f"{spread:.2f}"] for way, (speed, spread) in found.items()],
     )
     return {way: speed for way, (speed, _) in found.items()}
-
-
-def _seconds(lab: Lab) -> dict[str, list[float]]:
-    (batch,) = _texts(lab, 1)
-    steps = {way: partial(learner(lab, way)[0], batch) for way in WAYS}
-    return alternating({**steps}, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
 
 
 def _losses(lab: Lab) -> tuple[dict[str, float], float]:

@@ -58,7 +58,13 @@ def run(lab: Lab) -> None:
     }
     insides = {kind: float(both["inside"]) for kind, both in trade.items()}
     lab.plot("trade", *segment_plots.trade(points, insides, DEPTH))
-    lab.say(segment_plots.beside_torch(points["ZOMI's layer"], DEPTH))
+    lab.say(
+        "The lower bound is for schedules that keep inputs or graphs of whole layers until they "
+        "are used; the optimal schedule, for those that keep inputs, and one layer's graph at a "
+        "time. Torch's checkpoint_sequential rounds the size of its segments down and leaves the "
+        "rest to the last, which keeps everything. Where the number divides the depth, torch needs "
+        "less, because its second run stops before the output."
+    )
     timed = lab.sample("seconds", lambda: _seconds(lab))
     lab.plot("segments", *segment_plots.segments(points["ZOMI's layer"], timed, DEPTH))
     _table_of_rates(lab, timed)
@@ -229,7 +235,12 @@ def _claim_gpt2(lab: Lab) -> None:
     batches = (4,) if lab.quick else (1, 4, 16)
     measure = {n: partial(checkpointed_gpt2.peaks, n, lab.device) for n in batches}
     peaks = {n: lab.sample(f"GPT-2 medium, batch {n}", measure[n]) for n in batches}
-    lab.plot("gpt2", *segment_plots.gpt2(peaks))
+    bars = {f"{way}, batch {n}": kinds for n, both in peaks.items() for way, kinds in both.items()}
+    found = [f"{segment_plots.share_saved(both):.0%} at batch {n}" for n, both in peaks.items()]
+    title = f"Checkpointing GPT-2 medium saves {', '.join(found)} of 512 tokens"
+    lab.bars(
+        "gpt2", bars, title, "Bytes at the peak of a step of GPT-2 medium by kind, 512 tokens."
+    )
     time_it = partial(checkpointed_gpt2.seconds, rounds=4 if lab.quick else 15, limit=lab.limit)
     timed = lab.sample("GPT-2 times", lambda: time_it(lab.device))
     seconds, flops = timed["seconds"], timed["flops"]

@@ -12,7 +12,6 @@ import torch
 
 from kit.memory.ruler import human
 from lab import broken, draw, symptoms
-from lab.allocator import reserved_by
 from lab.notebook import Lab
 
 ORDER = 8
@@ -194,7 +193,7 @@ def _fragmentation(lab: Lab) -> None:
     programs = (broken.scatter_what_stays, broken.make_what_stays_first)
     found = {
         program.__name__: lab.sample(
-            program.__name__, partial(reserved_by, program, lab.device, SEGMENTS)
+            program.__name__, partial(symptoms.reserved_by, program, lab.device, SEGMENTS)
         )
         for program in programs
     }
