@@ -107,14 +107,14 @@ def stacked_timelines(panels: Mapping[str, Rows], *, rows: int = 1, height: floa
     for panel, (title, steps) in zip(axes, panels.items(), strict=True):
         _stacked_timeline(panel, steps, most)
         panel.set_title(title, fontsize=9)
-    legend_below(found, axes[0])
+    legend_below(found, axes[0], columns=6)
     return found
 
 
-def legend_below(found: Figure, axes: Axes) -> None:
+def legend_below(found: Figure, axes: Axes, columns: int) -> None:
     """One legend for all panels: that of `axes`."""
-    handles, names = axes.get_legend_handles_labels()
-    found.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
+    found.legend(*axes.get_legend_handles_labels(), fontsize=8, frameon=False, **place)
 
 
 def _stacked_timeline(axes: Axes, rows: Rows, most: float) -> None:

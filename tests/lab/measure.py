@@ -52,7 +52,8 @@ def books_at_full_size(make: Callable[[], Made], device: torch.device) -> Accoun
     if device.type != "cuda":
         return rehearsed(make)
     with device:
-        return books_of(make(), device)
+        made = make()
+    return books_of(made, device)
 
 
 def peak_of(step: Callable[[], object], device: torch.device, known: Iterable[object]) -> int:

@@ -79,7 +79,7 @@ def plain_step(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     optimizer: Optimizer,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
 ) -> None:
     """amp_loop's train_step without what looks at values."""
     optimizer.zero_grad()

@@ -47,7 +47,7 @@ def vit(layers: int, width: int, heads: int, *, image: int, patch: int) -> Built
         return with_logits(ViTForImageClassification(config)), modeling_vit.ViTLayer
 
 
-def llama(layers: int = 32) -> Built:
+def llama(layers: int) -> Built:
     """LLaMA 7B, 4096 wide: for dry runs, made in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

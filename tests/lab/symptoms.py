@@ -21,7 +21,7 @@ from kit.laws.toys import mlp
 from kit.memory.ruler import human, measure
 from kit.private_torch import DispatchMode, allocation_history
 from lab import broken
-from lab.measure import alternating, cuda_budget, solution
+from lab.measure import cuda_budget, solution
 
 COUNT = 16  # batches
 POINTS = 64  # of a timeline in a plot
@@ -127,40 +127,29 @@ def largest_in_forward(device: torch.device) -> float:
     return max(outputs)
 
 
-def _groups(device: torch.device, width: int) -> dict[str, Callable[[], object]]:
+def groups(device: torch.device, width: int) -> dict[str, Callable[[], object]]:
+    """Both programs that map groups, as steps."""
     x = torch.randn(64, GROUPS, width).to(device)
     weights = torch.randn(GROUPS, width, width).to(device)
     programs = (broken.map_groups_one_by_one, broken.map_groups_at_once)
     return {program.__name__: partial(program, x, weights) for program in programs}
 
 
-def seconds_of_groups(device: torch.device, width: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of both programs that map groups, in turn."""
-    return alternating(_groups(device, width), device, rounds)
-
-
 def operations(device: torch.device, width: int) -> dict[str, int]:
-    """How many operators each program calls: the ruler sees each of them."""
-    found = {}
-    for name, program in _groups(device, width).items():
-        # A point for each operation, one before and one after.
-        found[name] = len(measure(program, device).timeline) - 2
-    return found
+    """How many operators each of them calls: the ruler sees each."""
+    # A point for each operation, one before and one after.
+    steps = groups(device, width)
+    return {name: len(measure(step, device).timeline) - 2 for name, step in steps.items()}
 
 
-def seconds_of_amp(
-    device: torch.device, width: int, rounds: int, limit: float
-) -> dict[str, list[float]]:
-    """Seconds of a training step of a model so wide, in two precisions, in turn."""
+def precisions(device: torch.device, width: int) -> dict[str, Callable[[], object]]:
+    """A training step of a model so wide in two precisions."""
     model = mlp(width, 4 * width, width, device=device, activation=nn.GELU)
     x = torch.randn(_sizes(device)[0], width).to(device)
-    optimizer, step = Adam(model.parameters()), solution("amp_loop").train_step
+    step = partial(solution("amp_loop").train_step, model, (x, x), F.mse_loss)
+    optimizer = Adam(model.parameters())
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    steps: dict[str, Callable[[], object]] = {
-        name: partial(step, model, (x, x), F.mse_loss, optimizer, dtype=dtype)
-        for name, dtype in dtypes.items()
-    }
-    return alternating(steps, device, rounds, limit)
+    return {name: partial(step, optimizer, dtype=dtype) for name, dtype in dtypes.items()}
 
 
 @contextmanager

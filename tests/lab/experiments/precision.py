@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from kit.memory.stack import by_kind, stacked
+from kit.memory.stack import by_kind, highest, stacked
 from lab import draw
 from lab.measure import Made, books_of, ratio, rehearsed, solution
 from lab.models import Batch, Gpt, loss_on, next_token, parameters_of, plain_step, text
@@ -128,9 +128,9 @@ def _dry_7b(way: str) -> dict[str, int]:
     wide = partial(Gpt, 40, 4096, words=32000, longest=2048)
     rows = stacked(rehearsed(lambda: rehearsal(wide(), way, 1, 2048)))
     return {
-        "peak": max(sum(row.values()) for row in rows),
+        "peak": sum(highest(rows).values()),
         "waiting": max(row["activations"] for row in rows),
-        "waiting at the peak": max(rows, key=lambda row: sum(row.values()))["activations"],
+        "waiting at the peak": highest(rows)["activations"],
         "parameters": max(row["weights"] for row in rows) // 4,
     }
 
@@ -188,9 +188,9 @@ def _losses(lab: Lab) -> tuple[dict[str, float], float]:
     return differ, seed
 
 
-def _means(values: Sequence[float], most: int = 16) -> tuple[list[float], list[float]]:
-    """At most so many points of a noisy curve: the middle of each stretch, and its mean."""
-    size = -(-len(values) // most)
+def _means(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most 16 points of a noisy curve: the middle of each stretch, and its mean."""
+    size = -(-len(values) // 16)
     starts = range(0, len(values), size)
     parts = [values[start : start + size] for start in starts]
     middles = [start + (len(part) + 1) / 2 for start, part in zip(starts, parts, strict=True)]

@@ -137,21 +137,13 @@ def _nan(lab: Lab) -> None:
 def _speed(lab: Lab) -> None:
     programs = (broken.map_groups_one_by_one, broken.map_groups_at_once)
     names = [program.__name__ for program in programs]
-    rounds = 15 if lab.quick else 50
     widths = [4, 8, 16, 32, 64] if lab.device.type == "cpu" else [4, 16, 64, 128, 256]
-    found = {
-        w: lab.sample(f"groups {w}", partial(symptoms.seconds_of_groups, lab.device, w, rounds))
-        for w in widths
-    }
+    groups = {w: partial(symptoms.groups, lab.device, w) for w in widths}
+    found = {w: lab.seconds(f"groups {w}", make, rounds=50) for w, make in groups.items()}
     counts = lab.sample("operations", lambda: symptoms.operations(lab.device, widths[0]))
     sizes = [32, 128, 512] if lab.device.type == "cpu" else [64, 256, 1024, 4096]
-    amp = {
-        size: lab.sample(
-            f"AMP {size}",
-            partial(symptoms.seconds_of_amp, lab.device, size, rounds // 3, lab.limit),
-        )
-        for size in sizes
-    }
+    steps = {size: partial(symptoms.precisions, lab.device, size) for size in sizes}
+    amp = {size: lab.seconds(f"AMP {size}", make) for size, make in steps.items()}
     _show(lab, "No speed-up: many small operations", *programs)
     figure, (left, right) = draw.figure(columns=2)
     # The fastest of each: a busy machine can only make these short ones slower.
