@@ -43,26 +43,6 @@ def train_with_graphs(model: nn.Module, batches: Batches) -> Tensor:
     return total_loss
 
 
-def predict_in_a_list(model: nn.Module, batches: Batches) -> Tensor:
-    """The class of every sample, out of a list of all outputs."""
-    outputs = []
-    for x, y in batches:
-        output = model(x)
-        F.mse_loss(output, y).backward()
-        outputs.append(output)
-    return torch.cat(outputs).argmax(dim=-1)
-
-
-def predict(model: nn.Module, batches: Batches) -> Tensor:
-    """The same: of each output only what is wanted is kept."""
-    classes = []
-    for x, y in batches:
-        output = model(x)
-        F.mse_loss(output, y).backward()
-        classes.append(output.argmax(dim=-1))
-    return torch.cat(classes)
-
-
 def train_at_one_scale(model: nn.Module, batches: Batches, optimizer: Optimizer) -> list[float]:
     """Float16 with a loss scale that stays; Adam divides it out again."""
     losses = []

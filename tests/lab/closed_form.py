@@ -5,8 +5,8 @@
 
 Sources: Rajbhandari et al., ZeRO (arXiv 1910.02054), for bytes a parameter; Korthikanti et al.
 (arXiv 2205.05198) for the way of counting activations, here with attention that keeps no scores;
-Micikevicius et al. (arXiv 1710.03740) and torch.amp for autocast; Zhao et al., FSDP (arXiv
-2304.11277). What a GPU needs beside tensors, workspaces and gaps, is not in it.
+Micikevicius et al. (arXiv 1710.03740) and torch.amp for autocast. What a GPU needs beside
+tensors, workspaces and gaps, is not in it.
 """
 
 from __future__ import annotations
@@ -54,15 +54,11 @@ class Setting:
     amp         autocast in 16 bits
     checkpoint  each block is recomputed in the backward pass
     pure        weights, gradients and Adam's moments have 16 bits
-    adapter     only adapters of this rank are trained, float32 on a frozen base of 16 bits
-    ranks       shards of everything on so many ranks; then in 16 bits as FSDP2 computes in them
     """
 
     amp: bool = False
     checkpoint: bool = False
     pure: bool = False
-    adapter: int = 0
-    ranks: int = 1
 
 
 def block_parameters(shape: Shape) -> int:
@@ -80,37 +76,14 @@ def root_parameters(shape: Shape) -> int:
 
 
 def parameters(shape: Shape) -> int:
-    """All parameters, without adapters."""
+    """All parameters."""
     return shape.layers * block_parameters(shape) + root_parameters(shape)
 
 
-def trained_parameters(shape: Shape, setting: Setting) -> int:
-    """All parameters, or those of the adapters, from the width through the rank to `projected`."""
-    if not setting.adapter:
-        return parameters(shape)
-    return shape.layers * setting.adapter * (shape.width + shape.projected)
-
-
-def weight_bytes(shape: Shape, setting: Setting) -> int:
-    """Bytes of the weights: 4 a parameter, 2 in 16 bits; of adapters with their frozen base."""
-    if setting.adapter:
-        return FLOAT16 * parameters(shape) + FLOAT32 * trained_parameters(shape, setting)
-    return _bytes_each(setting) * parameters(shape)
-
-
-def gradient_bytes(shape: Shape, setting: Setting) -> int:
-    """Bytes of the gradients of what is trained. A gradient has the dtype of its weight."""
-    return _bytes_each(setting) * trained_parameters(shape, setting)
-
-
-def adam_bytes(shape: Shape, setting: Setting) -> int:
-    """Bytes of Adam's two moments, which have the dtype of the weights."""
-    return 2 * _bytes_each(setting) * trained_parameters(shape, setting)
-
-
-def adam_temporary_bytes(shape: Shape, setting: Setting) -> int:
-    """Bytes that Adam needs for a moment, with foreach: the square roots of all second moments."""
-    return _bytes_each(setting) * trained_parameters(shape, setting)
+def state_bytes(shape: Shape, setting: Setting) -> dict[str, int]:
+    """Bytes of weights, gradients and Adam's two moments, all of the same dtype."""
+    weights = (FLOAT16 if setting.pure else FLOAT32) * parameters(shape)
+    return {"weights": weights, "gradients": weights, "optimizer state": 2 * weights}
 
 
 def kept_by_block(shape: Shape, setting: Setting) -> int:
@@ -122,18 +95,13 @@ def kept_by_block(shape: Shape, setting: Setting) -> int:
         attention's output  `width` numbers, for attention itself and for the map behind it
         up                  `inner` numbers, for its activation (gated: gate, its SiLU, and up)
 
-    and, only where weights of maps are trained, the inputs that these alone need: both normalised
-    streams, and what goes into `down`. Autocast casts the second stream for `gate` and again for
-    `up`. An adapter needs the first of these, and what is between its two maps. Float32 in any
-    dtype: attention's logarithms (one a head), means and deviations (two a normalisation).
+    and the inputs that weights of maps need: both normalised streams, and what goes into `down`.
+    Autocast casts the second stream for `gate` and again for `up`. Float32 in any dtype:
+    attention's logarithms (one a head), means and deviations (two a normalisation).
     """
     width, inner = shape.width, shape.inner
-    numbers = shape.projected + width + (3 if shape.gated else 1) * inner
-    if setting.adapter:
-        numbers += width + setting.adapter
-    else:
-        casts = 2 if shape.gated and setting.amp else 1
-        numbers += (1 + casts) * width + inner
+    casts = 2 if shape.gated and setting.amp else 1
+    numbers = shape.projected + (2 + casts) * width + (4 if shape.gated else 2) * inner
     floats = FLOAT32 * (shape.heads + 4)
     return 2 * width * _stream_bytes(setting) + numbers * _map_bytes(setting) + floats
 
@@ -149,12 +117,9 @@ def passing_in_block(shape: Shape, setting: Setting) -> int:
 
 def activation_bytes(shape: Shape, setting: Setting, tokens: int) -> int:
     """Bytes that the blocks keep between the passes: a checkpointed one keeps its input alone."""
-    stream = tokens * shape.width * _stream_bytes(setting)
     if setting.checkpoint:
-        return shape.layers * stream
-    # The first stream of a frozen model has no gradient, so nothing needs it.
-    unused = stream if setting.adapter else 0
-    return shape.layers * tokens * kept_by_block(shape, setting) - unused
+        return shape.layers * tokens * shape.width * _stream_bytes(setting)
+    return shape.layers * tokens * kept_by_block(shape, setting)
 
 
 def cast_bytes(shape: Shape, setting: Setting) -> int:
@@ -162,8 +127,8 @@ def cast_bytes(shape: Shape, setting: Setting) -> int:
 
     Without checkpoints they are kept for the backward pass, with them only the head's.
     """
-    if not setting.amp or setting.adapter:
-        return 0  # a frozen base has 16 bits already
+    if not setting.amp:
+        return 0
     tables = (shape.words if shape.gated else 0) + shape.longest
     return FLOAT16 * (parameters(shape) - tables * shape.width)
 
@@ -175,11 +140,12 @@ def moments(shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
     in even steps, so that one of the ends is highest. `forward` is its end: logits and
     log-probabilities in float32. `backward` begins with the gradients of both.
     """
-    if setting.ranks > 1:
-        return _moments_of_shards(shape, setting, tokens)
-    owned = weight_bytes(shape, setting) + adam_bytes(shape, setting)
-    gradients = gradient_bytes(shape, setting)
-    waiting = activation_bytes(shape, setting, tokens) + last_stream_bytes(shape, setting, tokens)
+    states = state_bytes(shape, setting)
+    gradients = states["gradients"]
+    owned = states["weights"] + states["optimizer state"]
+    # The stream behind the last block, and normalised, which the head's weights need.
+    last = tokens * shape.width * (_stream_bytes(setting) + _map_bytes(setting))
+    waiting = activation_bytes(shape, setting, tokens) + last
     logits = tokens * FLOAT32 * shape.words
     casts = cast_bytes(shape, setting)
     # A checkpointed block casts its own once more, so only the head's is kept.
@@ -191,14 +157,9 @@ def moments(shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
         "forward": owned + waiting + casts + 2 * logits,
         "backward": owned + waiting + casts_kept + max(3 * logits, again),
         "first block": owned + gradients + block,
-        "optimizer": owned + gradients + adam_temporary_bytes(shape, setting),
+        # With foreach Adam makes the square roots of all second moments.
+        "optimizer": owned + 2 * gradients,
     }
-
-
-def last_stream_bytes(shape: Shape, setting: Setting, tokens: int) -> int:
-    """Bytes of the stream behind the last block, and normalised, which the head's weights need."""
-    normalised = 0 if setting.adapter else _map_bytes(setting)
-    return tokens * shape.width * (_stream_bytes(setting) + normalised)
 
 
 def peak_bytes(shape: Shape, setting: Setting, tokens: int) -> int:
@@ -206,38 +167,11 @@ def peak_bytes(shape: Shape, setting: Setting, tokens: int) -> int:
     return max(moments(shape, setting, tokens).values())
 
 
-def _moments_of_shards(shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
-    """One rank of FSDP2, each block a unit, in 16 bits and checkpointed.
-
-    The root is whole from its first use to its gradients' reduction. In the backward pass one block
-    is whole and the next on its way; gradients are 16 bits, and reduced in float32.
-    """
-    root, block = root_parameters(shape), block_parameters(shape)
-    shard = FLOAT32 * parameters(shape) // setting.ranks
-    owned = 3 * shard + FLOAT16 * root
-    waiting = activation_bytes(shape, setting, tokens)
-    head = 3 * tokens * FLOAT32 * shape.words + last_stream_bytes(shape, setting, tokens)
-    inside = tokens * (kept_by_block(shape, setting) + passing_in_block(shape, setting))
-    passing = (2 * FLOAT16 + FLOAT32) * block + FLOAT16 * shape.words * shape.width
-    return {
-        "backward": owned + waiting + max(head, inside + passing),
-        "first block": owned + shard + inside + passing,
-        "root reduced": owned + shard + (FLOAT16 + FLOAT32) * root,
-        "optimizer": 3 * shard + 2 * shard,
-    }
-
-
-def _bytes_each(setting: Setting) -> int:
-    return FLOAT16 if setting.pure else FLOAT32
-
-
 def _map_bytes(setting: Setting) -> int:
     """Of a number that a map reads or writes."""
-    narrow = setting.amp or setting.pure or setting.ranks > 1
-    return FLOAT16 if narrow else FLOAT32
+    return FLOAT16 if setting.amp or setting.pure else FLOAT32
 
 
 def _stream_bytes(setting: Setting) -> int:
     """Of a number that goes from block to block: autocast leaves the sum float32."""
-    narrow = setting.pure or setting.adapter or setting.ranks > 1
-    return FLOAT16 if narrow else FLOAT32
+    return FLOAT16 if setting.pure else FLOAT32

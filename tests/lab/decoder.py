@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from kit.laws.precisions import default_dtype
 from lab.closed_form import Setting, Shape
 from lab.measure import solution
 
-adam = partial(Adam, foreach=True)  # as is the default on cuda
 # As published; 7B and 70B are those of Llama 2.
 SHAPES = {
     "GPT-2 small": Shape(12, 768, 3072, heads=12, kv_heads=12, words=50_257, longest=1024),
@@ -26,11 +24,10 @@ SHAPES = {
 class Block(nn.Module):
     """Attention and a feed-forward part over x (batch, length, width).
 
-    `adapter` is the rank of what is added to queries, keys and values, 0 for nothing. Rotary
-    positions are left out: they hold nothing between the passes.
+    Rotary positions are left out: they hold nothing between the passes.
     """
 
-    def __init__(self, shape: Shape, adapter: int = 0) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         width, inner, biased = shape.width, shape.inner, not shape.gated
         self.head, self.heads, self.kv_heads = shape.head, shape.heads, shape.kv_heads
@@ -41,10 +38,6 @@ class Block(nn.Module):
         self.up = nn.Linear(width, inner, bias=biased)
         self.gate = nn.Linear(width, inner, bias=False) if shape.gated else None
         self.down = nn.Linear(inner, width, bias=biased)
-        if adapter:
-            self.adapter_in = nn.Linear(width, adapter, bias=False)
-            self.adapter_out = nn.Linear(adapter, shape.projected, bias=False)
-        self.adapter = adapter
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, length, width) to the same shape."""
@@ -57,11 +50,8 @@ class Block(nn.Module):
         return out
 
     def _attend(self, normed: Tensor) -> Tensor:
-        projected = self.qkv(normed)
-        if self.adapter:
-            projected = projected + self.adapter_out(self.adapter_in(normed))
         # (batch, heads, length, head)
-        heads = projected.unflatten(-1, (-1, self.head)).transpose(1, 2)
+        heads = self.qkv(normed).unflatten(-1, (-1, self.head)).transpose(1, 2)
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         grouped: dict[str, Any] = {"enable_gqa": True} if self.kv_heads != self.heads else {}
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, **grouped)
@@ -71,11 +61,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens (batch, length) to logits (batch, length, words)."""
 
-    def __init__(self, shape: Shape, adapter: int = 0) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.words, shape.width)
         self.places = nn.Embedding(shape.longest, shape.width) if shape.longest else None
-        self.blocks = nn.ModuleList(Block(shape, adapter) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=not shape.gated)
         self.head = nn.Linear(shape.width, shape.words, bias=False)
         if not shape.gated:
@@ -92,28 +82,14 @@ class Decoder(nn.Module):
         return logits
 
 
-def freeze_base(model: Decoder, dtype: torch.dtype) -> None:
-    """Only the adapters train, in float32; everything else is frozen and of this dtype."""
-    for name, parameter in model.named_parameters():
-        if ".adapter_" not in name:
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
-
-
 def make(
-    shape: Shape, setting: Setting, tokens: tuple[int, int], mesh: Any
+    shape: Shape, setting: Setting, tokens: tuple[int, int]
 ) -> tuple[nn.Module, Optimizer, Tensor]:
-    """Model, Adam and tokens (batch, length), on the default device; `mesh` for several ranks."""
+    """Model, Adam and tokens (batch, length), on the default device."""
     # Made in it: a conversion cannot swap fake parameters.
     with default_dtype(torch.bfloat16 if setting.pure else torch.float32):
-        model = Decoder(shape, setting.adapter)
-    data = torch.zeros(tokens, dtype=torch.int64)
-    if setting.adapter:
-        freeze_base(model, torch.bfloat16)
-    if setting.ranks > 1:
-        wrap = solution("fsdp_wrap").wrap
-        options = {"dtype": torch.bfloat16, "checkpoint": setting.checkpoint}
-        return model, wrap(model, mesh, Block, adam, **options), data
+        model = Decoder(shape)
     if setting.checkpoint:
         solution("checkpointed_model").checkpoint_blocks(model, Block)
-    return model, adam([p for p in model.parameters() if p.requires_grad]), data
+    adam = Adam(model.parameters(), foreach=True)  # as is the default on cuda
+    return model, adam, torch.zeros(tokens, dtype=torch.int64)

@@ -83,8 +83,7 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, int]]) -> None:
         place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(f"{total:.3g}", (total, number), **place)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(left) * 1.12)
-    axes.set_xlabel(word)
+    axes.set(xlim=(0, max(left) * 1.12), xlabel=word)
     axes.grid(visible=False, axis="y")
     axes.legend(
         loc="upper center",
@@ -98,8 +97,27 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, int]]) -> None:
     )
 
 
-def stacked_timeline(axes: Axes, rows: Sequence[Mapping[str, int]], most: float) -> None:
-    """Live bytes after each operation of a step, stacked by kind; `most` is the highest y."""
+Rows = Sequence[Mapping[str, int]]
+
+
+def stacked_timelines(panels: Mapping[str, Rows], *, rows: int = 1, height: float = 3.4) -> Figure:
+    """Panels with a title each: live bytes after each operation of a step, stacked by kind."""
+    most = max(sum(row.values()) for steps in panels.values() for row in steps)
+    found, axes = figure(columns=len(panels) // rows, rows=rows, height=height)
+    for panel, (title, steps) in zip(axes, panels.items(), strict=True):
+        _stacked_timeline(panel, steps, most)
+        panel.set_title(title, fontsize=9)
+    legend_below(found, axes[0], columns=6)
+    return found
+
+
+def legend_below(found: Figure, axes: Axes, columns: int) -> None:
+    """One legend for all panels: that of `axes`."""
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
+    found.legend(*axes.get_legend_handles_labels(), fontsize=8, frameon=False, **place)
+
+
+def _stacked_timeline(axes: Axes, rows: Rows, most: float) -> None:
     unit, word = unit_of(most)
     kinds = [kind for kind in COLOURS if any(row.get(kind) for row in rows)]
     layers = [[row.get(kind, 0) / unit for row in rows] for kind in kinds]

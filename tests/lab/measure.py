@@ -7,10 +7,9 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +23,10 @@ from kit.private_torch import active_fake_mode
 from kit.ranks.simulated import dry_run
 from lab import quiet
 
+CPU = torch.device("cpu")
+# A step with its model, its optimizer and its data.
+Made = tuple[Callable[[], object], nn.Module, Optimizer, Iterable[object]]
+
 
 @functools.cache
 def solution(name: str) -> ModuleType:
@@ -31,26 +34,26 @@ def solution(name: str) -> ModuleType:
     return load(find_kata(name).solution)
 
 
-def books_of(
-    step: Callable[[], object],
-    device: torch.device,
-    model: nn.Module,
-    optimizer: Optimizer,
-    known: Iterable[object] = (),
-) -> Account:
+def books_of(made: Made, device: torch.device) -> Account:
     """The memory of one step by kind; the one before it makes the optimizer's state."""
+    step, model, optimizer, known = made
     step()
     return account(step, device, model=model, optimizer=optimizer, known=known)
 
 
-def rehearsed(
-    make: Callable[[], tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]],
-    ranks: int = 1,
-) -> Account:
-    """The same of any size, without memory: `make` gives step, model, optimizer and data."""
-    with dry_run(ranks):
-        step, model, optimizer, known = make()
-        return books_of(step, torch.device("cpu"), model, optimizer, known)
+def rehearsed(make: Callable[[], Made]) -> Account:
+    """The same of any size, without memory."""
+    with dry_run(1):
+        return books_of(make(), CPU)
+
+
+def books_at_full_size(make: Callable[[], Made], device: torch.device) -> Account:
+    """Of a step made on the default device: on cuda as it runs, elsewhere rehearsed."""
+    if device.type != "cuda":
+        return rehearsed(make)
+    with device:
+        made = make()
+    return books_of(made, device)
 
 
 def peak_of(step: Callable[[], object], device: torch.device, known: Iterable[object]) -> int:
@@ -61,7 +64,7 @@ def peak_of(step: Callable[[], object], device: torch.device, known: Iterable[ob
 
 
 def alternating(
-    steps: dict[str, Callable[[], object]],
+    steps: Mapping[str, Callable[[], object]],
     device: torch.device,
     rounds: int,
     limit: float = math.inf,
@@ -83,10 +86,11 @@ def alternating(
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
+    wait(device)
     start = time.perf_counter()
     step()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - start
 
 
@@ -103,11 +107,6 @@ def ratio(seconds: list[float], to: list[float]) -> tuple[float, float]:
     ratios = sorted(one / other for one, other in zip(seconds, to, strict=False))
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return statistics.median(ratios), (high - low) / 2
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class OutOfBudget(MemoryError):

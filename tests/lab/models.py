@@ -1,10 +1,11 @@
-"""The models that the experiments train, and their data."""
+"""The models that the experiments train, their steps, and real text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.util import find_spec
-from types import ModuleType
+import argparse
+import inspect
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kit.laws.toys import Block
+from kit.laws.toys import Block, text_batches
 from kit.private_torch import active_fake_mode
 from lab.measure import solution
 
+Batch = tuple[Tensor, Tensor]  # of text: bytes and the next ones, both (batch, length) int64
 # What Q9 compares: the dtype of a step, and whether blocks are checkpointed.
 WAYS: dict[str, tuple[torch.dtype, bool]] = {
     "fp32": (torch.float32, False),
@@ -51,7 +53,7 @@ def next_token(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    """GPT-2 small of the transformers library, random weights; ImportError without the library.
+    """GPT-2 small of the transformers library, random weights.
 
     Called with tokens (batch, length) it returns logits; its key-value cache is off.
     """
@@ -66,29 +68,14 @@ def with_logits(model: nn.Module) -> nn.Module:
     return model
 
 
-def has_transformers() -> bool:
-    """Whether the library is installed."""
-    return find_spec("transformers") is not None
-
-
 def parameters_of(model: nn.Module) -> int:
     """How many numbers are trained."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def large_model(
-    kata: ModuleType, device: torch.device, *, full: bool, checkpoint: bool, layers: int = 32
-) -> tuple[nn.Module, Tensor]:
-    """Q9's model and its input: 32 layers, 1024 wide, 16 x 1024; or as narrow as a laptop likes."""
-    width, batch, length = (1024, 16, 1024) if full else (128, 2, 256)
-    with device:
-        model = kata.LargeModel(layers, width, dropout=0.0, use_checkpoint=checkpoint)
-        return model.train(), torch.zeros(batch, length, width)
-
-
 def plain_step(
     model: nn.Module,
-    batch: tuple[Tensor, Tensor],
+    batch: Batch,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     optimizer: Optimizer,
     *,
@@ -103,14 +90,28 @@ def plain_step(
     optimizer.step()
 
 
-def train_step(
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-    optimizer: Optimizer,
-    *,
-    dtype: torch.dtype,
-) -> None:
+def train_step(*arguments: Any, **options: Any) -> None:
     """amp_loop's train_step; in a dry run, which has no values, `plain_step`."""
     step = plain_step if active_fake_mode() else solution("amp_loop").train_step
-    step(model, batch, loss_fn, optimizer, dtype=dtype)
+    step(*arguments, **options)
+
+
+def text(device: torch.device, count: int, batch: int, length: int) -> list[Batch]:
+    """So many batches of documentation, on the device."""
+    batches = text_batches(count, batch, length)
+    return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+
+
+def source_batches(count: int, batch: int, length: int) -> Iterator[Batch]:
+    """Text of another kind: the source of a module that every CPython ships."""
+    data = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8)
+    for _ in range(count):
+        starts = torch.randint(len(data) - length - 1, (batch,)).tolist()
+        rows = torch.stack([data[start : start + length + 1] for start in starts]).long()
+        yield rows[:, :-1], rows[:, 1:]
+
+
+@torch.no_grad()
+def loss_on(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """The mean loss over these batches, in float32."""
+    return statistics.mean(next_token(model(x), y).item() for x, y in batches)

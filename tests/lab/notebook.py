@@ -5,7 +5,7 @@ def run(lab: Lab) -> None:
     lab.say("A sentence.")
     lab.table("Peaks", ["configuration", "GiB"], [["fp32", "13.6"]])
     lab.plot("peaks", figure, "AMP saves a third of the peak, not half", "Bars of ...")
-    lab.claim("q9-amp-half", "35 % of the peak", holds=False, when="weights stay float32")
+    lab.claim("q9-amp-half", "35 % of the peak", verdict="holds in part", when="...")
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ import torch
 from kit.catalog import ROOT
 from lab import quiet
 from lab.claims import CLAIMS
+from lab.measure import alternating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,6 +108,12 @@ class NotHere(Exception):
     """What an experiment needs is not here: the words say what."""
 
 
+def needs(*libraries: str) -> None:
+    """Raise NotHere if one of them is not installed."""
+    if missing := [name for name in libraries if find_spec(name) is None]:
+        raise NotHere(f"{' and '.join(missing)} not installed")
+
+
 class Lab:
     """Where one experiment runs, how large, and what it has found so far.
 
@@ -162,6 +170,21 @@ class Lab:
 
         draw.save(figure, self._folder / "plots" / f"{self.page.name}-{name}", title)
         self.page.blocks.append(Plot(f"{self.page.name}-{name}", title, alt))
+
+    def bars(self, name: str, bars: dict[str, dict[str, int]], title: str, alt: str) -> None:
+        """A figure of bytes by kind, a bar for each name."""
+        from lab import draw
+
+        figure, (axes,) = draw.figure(height=1.8 + 0.3 * len(bars))
+        draw.stacked_bars(axes, bars)
+        self.plot(name, figure, title, alt)
+
+    def seconds(
+        self, name: str, make: Callable[[], Mapping[str, Callable[[], object]]], rounds: int = 15
+    ) -> dict[str, list[float]]:
+        """A sample: seconds of the steps that `make` gives, in turn; a quick run has 5 rounds."""
+        count = 5 if self.quick else rounds
+        return self.sample(name, lambda: alternating(make(), self.device, count, self.limit))
 
     def claim(self, claim: str, measured: str, *, verdict: str, when: str = "") -> None:
         """Set a measurement beside a claim of lab.claims; `when`: the conditions."""

@@ -51,9 +51,8 @@ def carry_out(job: Job) -> Ended:
         with _one_thread(job.device):
             job.run(lab)
     except NotHere as reason:
-        how = f"not measured here: {reason}"
-        lab.say(_sentence(how))
-        return Ended(page, how)
+        lab.say(f"Not measured here: {reason}.")
+        return Ended(page, f"not measured here: {reason}")
     except Exception as error:
         return _broken(page, f"{type(error).__name__}: {error}", traceback.format_exc())
     return Ended(page, f"{time.perf_counter() - start:.0f} s")
@@ -134,10 +133,5 @@ def _end(pipe: Connection, one: _Running) -> Ended:
 
 def _broken(page: Page, why: str, where: str) -> Ended:
     page.is_whole = False
-    how = f"broke off: {why}"
-    page.blocks.append(Text(_sentence(how)))
-    return Ended(page, how, where)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+    page.blocks.append(Text(f"Broke off: {why}."))
+    return Ended(page, f"broke off: {why}", where)

@@ -44,10 +44,8 @@ def trade(points: dict[str, Ways], insides: dict[str, float], depth: int) -> Dra
             axis.set_ticks([], minor=True)
         panel.set_ylim(0.9 * bounds[kind][0][1], 1.2 * max(peak for _, peak in bounds[kind]))
         panel.set_title(f"{depth} of {kind}", fontsize=9)
-        panel.set_xlabel("runs of a layer in one step")
-        panel.set_ylabel("peak, inputs of a layer")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+        panel.set(xlabel="runs of a layer in one step", ylabel="peak, inputs of a layer")
+    draw.legend_below(figure, panels[0], columns=5)
     simple, wide = points.values()
     best = lowest(simple["run_in_segments"])
     least = min(peak for runs, peak in next(iter(bounds.values())) if runs <= best.runs + 1e-9)
@@ -63,26 +61,6 @@ def trade(points: dict[str, Ways], insides: dict[str, float], depth: int) -> Dra
     )
 
 
-def beside_torch(ways: Ways, depth: int) -> str:
-    """Ours and torch's at the same numbers of segments, in words."""
-    ours, torchs = (
-        {point.setting: point for point in ways[way]}
-        for way in ("run_in_segments", "checkpoint_sequential")
-    )
-    best = lowest(ways["run_in_segments"]).setting
-    worst = max(ours, key=lambda n: torchs[n].peak - ours[n].peak)
-    return (
-        "The lower bound is for schedules that keep inputs or graphs of whole layers until they "
-        "are used. The optimal schedule is optimal among those that keep inputs, and the graph of "
-        "one layer at a time: it is at home where a graph is far larger than an input. Torch's "
-        "checkpoint_sequential rounds the size of its segments down and leaves the rest to the "
-        f"last, which keeps everything: at {worst} segments of {depth} layers it peaks at "
-        f"{torchs[worst].peak:.0f} inputs, run_in_segments at {ours[worst].peak:.0f}. Where the "
-        f"number divides the depth, torch needs less: {torchs[best].peak:.0f} and "
-        f"{ours[best].peak:.0f} at {best}, because its second run stops before the output."
-    )
-
-
 def segments(ways: Ways, timed: dict[str, Any], depth: int) -> Drawn:
     """Peak and time against the number of segments."""
     figure, (left, right) = draw.figure(columns=2, height=3.4)
@@ -91,8 +69,7 @@ def segments(ways: Ways, timed: dict[str, Any], depth: int) -> Drawn:
     ys = {way: [p.peak for p in ways[way]] for way in ("run_in_segments", "checkpoint_sequential")}
     ys["n + L/n, rounded up"] = [n + math.ceil(depth / n) for n in numbers]
     draw.lines(left, numbers, ys)
-    left.set_ylabel("peak, inputs of a layer")
-    left.set_ylim(bottom=0)
+    left.set(ylabel="peak, inputs of a layer", ylim=(0, None))
     seconds, flops = timed["seconds"], timed["flops"]
     names = {1: "plain"} | {n: f"{n} segments" for n in numbers if f"{n} segments" in seconds}
     slower = [ratio(seconds[name], seconds["plain"]) for name in names.values()]
@@ -120,30 +97,18 @@ def powers(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {way: power(depths, [row["peaks"][way] for row in rows]) for way in rows[0]["peaks"]}
 
 
-def by_depth(rows: list[dict[str, Any]], seconds: dict[str, dict[str, list[float]]]) -> Drawn:
-    """Peak and time against depth."""
-    figure, (left, right) = draw.figure(columns=2, height=3.8)
+def by_depth(rows: list[dict[str, Any]]) -> Drawn:
+    """Peak against depth."""
+    figure, (axes,) = draw.figure(height=3.8)
     depths = [row["depth"] for row in rows]
-    draw.lines(left, depths, {way: [r["peaks"][way] for r in rows] for way in rows[0]["peaks"]})
-    left.set_xscale("log")
-    left.set_yscale("log")
-    left.minorticks_off()
-    left.set_xticks(depths, [str(depth) for depth in depths])
-    left.set_yticks(TICKS[:-1], [str(tick) for tick in TICKS[:-1]])
-    left.set_ylabel("peak, inputs of a layer")
-    timed = [int(depth) for depth in seconds["plain"]]
-    draw.lines(
-        right,
-        timed,
-        {way: [1000 * min(times) for times in of.values()] for way, of in seconds.items()},
-    )
-    right.set_ylabel("fastest step, ms")
-    right.set_ylim(bottom=0)
-    for panel in (left, right):
-        panel.set_xlabel("layers")
+    draw.lines(axes, depths, {way: [r["peaks"][way] for r in rows] for way in rows[0]["peaks"]})
+    axes.set(xscale="log", yscale="log", xlabel="layers", ylabel="peak, inputs of a layer")
+    axes.minorticks_off()
+    axes.set_xticks(depths, [str(depth) for depth in depths])
+    axes.set_yticks(TICKS[:-1], [str(tick) for tick in TICKS[:-1]])
     found = powers(rows)
     title = f"√L segments peak as L^{found[ROOT]:.2f}, plain as L^{found['plain']:.2f}"
-    return figure, title, "Left: peak by depth, both axes logarithmic. Right: time by depth."
+    return figure, title, "Peak by depth, both axes logarithmic."
 
 
 def shares(rows: list[dict[str, Any]]) -> list[tuple[int, float, float, float, float]]:
@@ -169,8 +134,7 @@ def rates(rows: list[dict[str, Any]]) -> Drawn:
     draw.lines(left, depths, {"1 - √L/L": percent[0], "counted": percent[1], "1 - 2√L/L": two})
     draw.lines(right, depths, {"2√L/L": percent[2], "counted": percent[3]})
     left.set_ylabel("peak saved, %")
-    right.set_ylabel("operations added, %")
-    right.set_ylim(bottom=0)
+    right.set(ylabel="operations added, %", ylim=(0, None))
     for panel in (left, right):
         panel.set_xlabel("layers")
     title = (
@@ -189,8 +153,7 @@ def saved(depths: list[int], plain: list[int], checkpointed: list[int]) -> Drawn
     share = [100 * d / a for d, a in zip(difference, gib[0], strict=True)]
     right.plot(depths, share, markersize=4, **draw.LINES[2])
     left.set_ylabel("peak of activations, GiB")
-    right.set_ylabel("% of it saved")
-    right.set_ylim(0, 100)
+    right.set(ylabel="% of it saved", ylim=(0, 100))
     for panel in (left, right):
         panel.set_xlabel("blocks")
     title = (
@@ -198,16 +161,6 @@ def saved(depths: list[int], plain: list[int], checkpointed: list[int]) -> Drawn
         f"the bytes saved grow {difference[-1] / difference[0]:.1f} times"
     )
     return figure, title, "Q9's model, 1024 wide, 16 x 1024: peak by depth, and the share saved."
-
-
-def gpt2(peaks: dict[int, dict[str, dict[str, int]]]) -> Drawn:
-    """GPT-2 medium by kind, plain and checkpointed."""
-    bars = {f"{way}, batch {b}": kinds for b, both in peaks.items() for way, kinds in both.items()}
-    figure, (axes,) = draw.figure(height=2.4 + 0.3 * len(bars))
-    draw.stacked_bars(axes, bars)
-    found = ", ".join(f"{share_saved(both):.0%} at batch {b}" for b, both in peaks.items())
-    title = f"Checkpointing GPT-2 medium saves {found} of 512 tokens"
-    return figure, title, "Bytes at the peak of a step of GPT-2 medium by kind, 512 tokens."
 
 
 def share_saved(both: dict[str, dict[str, int]]) -> float:

@@ -1,4 +1,4 @@
-"""What shows that a program of `lab.broken` is faulty: timelines, shapes, gradients, times."""
+"""What shows that a program of `lab.broken` is faulty: timelines, tensors, gradients, times."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from torch.optim import Adam
 
 from kit.laws.toys import mlp
 from kit.memory.ruler import human, measure
+from kit.private_torch import DispatchMode, allocation_history
 from lab import broken
-from lab.allocator import lines_that_hold
-from lab.measure import alternating, solution
+from lab.measure import cuda_budget, solution
 
 COUNT = 16  # batches
 POINTS = 64  # of a timeline in a plot
@@ -41,12 +43,6 @@ def _batches(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     size = _sizes(device)
     pairs = [(torch.randn(size), torch.randn(size)) for _ in range(COUNT)]
     return [(x.to(device), y.to(device)) for x, y in pairs]
-
-
-def bytes_of_output(device: torch.device) -> int:
-    """Bytes of the model's output for one batch."""
-    batch, width = _sizes(device)
-    return 4 * batch * width
 
 
 def timeline_of(device: torch.device, program: Callable[..., object]) -> list[int]:
@@ -131,37 +127,96 @@ def largest_in_forward(device: torch.device) -> float:
     return max(outputs)
 
 
-def _groups(device: torch.device, width: int) -> dict[str, Callable[[], object]]:
+def groups(device: torch.device, width: int) -> dict[str, Callable[[], object]]:
+    """Both programs that map groups, as steps."""
     x = torch.randn(64, GROUPS, width).to(device)
     weights = torch.randn(GROUPS, width, width).to(device)
     programs = (broken.map_groups_one_by_one, broken.map_groups_at_once)
     return {program.__name__: partial(program, x, weights) for program in programs}
 
 
-def seconds_of_groups(device: torch.device, width: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of both programs that map groups, in turn."""
-    return alternating(_groups(device, width), device, rounds)
-
-
 def operations(device: torch.device, width: int) -> dict[str, int]:
-    """How many operators each program calls: the ruler sees each of them."""
-    found = {}
-    for name, program in _groups(device, width).items():
-        # A point for each operation, one before and one after.
-        found[name] = len(measure(program, device).timeline) - 2
-    return found
+    """How many operators each of them calls: the ruler sees each."""
+    # A point for each operation, one before and one after.
+    steps = groups(device, width)
+    return {name: len(measure(step, device).timeline) - 2 for name, step in steps.items()}
 
 
-def seconds_of_amp(
-    device: torch.device, width: int, rounds: int, limit: float
-) -> dict[str, list[float]]:
-    """Seconds of a training step of a model so wide, in two precisions, in turn."""
+def precisions(device: torch.device, width: int) -> dict[str, Callable[[], object]]:
+    """A training step of a model so wide in two precisions."""
     model = mlp(width, 4 * width, width, device=device, activation=nn.GELU)
     x = torch.randn(_sizes(device)[0], width).to(device)
-    optimizer, step = Adam(model.parameters()), solution("amp_loop").train_step
+    step = partial(solution("amp_loop").train_step, model, (x, x), F.mse_loss)
+    optimizer = Adam(model.parameters())
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    steps: dict[str, Callable[[], object]] = {
-        name: partial(step, model, (x, x), F.mse_loss, optimizer, dtype=dtype)
-        for name, dtype in dtypes.items()
-    }
-    return alternating(steps, device, rounds, limit)
+    return {name: partial(step, optimizer, dtype=dtype) for name, dtype in dtypes.items()}
+
+
+@contextmanager
+def lines_that_hold(device: torch.device) -> Iterator[Callable[[], dict[str, int]]]:
+    """Record allocations; yields what gives bytes alive for each line of the lab that made them.
+
+    Elsewhere than on cuda there is none.
+    """
+    if device.type != "cuda":
+        yield dict
+        return
+    with allocation_history(device) as snapshot:
+        yield lambda: _alive_by_line(snapshot())
+
+
+def _alive_by_line(snapshot: dict[str, Any]) -> dict[str, int]:
+    found = Counter[str]()
+    for segment in snapshot["segments"]:
+        for block in segment["blocks"]:
+            # Innermost first; what was allocated before the record began has no frames.
+            frames = block.get("frames") or []
+            if block["state"] == "active_allocated" and (line := _line(frames)):
+                found[line] += block["size"]
+    return dict(found.most_common(4))
+
+
+def _line(frames: list[dict[str, Any]]) -> str:
+    for frame in frames:
+        path = Path(frame["filename"])
+        if Path(__file__).parent in path.parents:
+            return f"{path.name}:{frame['line']} {frame['name']}"
+    return ""
+
+
+def reserved_by(
+    program: Callable[[torch.device, int], object], device: torch.device, segments: int
+) -> dict[str, Any]:
+    """Bytes reserved and allocated after each operation of a program within a budget.
+
+    The budget is what is reserved already, `segments` of 20 MiB, and a tenth of these. `failed`:
+    whether it ran out of memory; `wanted`: the bytes of its last request.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_reserved(device)
+    budget = start + int(segments * 20 * 2**20 * 1.1)
+    mode, failed = _Counters(device), False
+    try:
+        with cuda_budget(device, budget), mode:
+            program(device, segments)
+    except torch.OutOfMemoryError:
+        failed = True  # what its traceback holds is freed at the end of this block
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {**mode.counts, "failed": failed, "wanted": segments * 10 * 2**20}
+
+
+class _Counters(DispatchMode):
+    """Reads the allocator's counters before each operation, and after the last."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.counts: dict[str, list[int]] = {"reserved": [], "allocated": []}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Before, so that the last reading is what the last request found.
+        self.counts["reserved"].append(torch.cuda.memory_reserved(self._device))
+        self.counts["allocated"].append(torch.cuda.memory_allocated(self._device))
+        return func(*args, **(kwargs or {}))

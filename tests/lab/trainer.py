@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim import AdamW
 from kit.laws.toys import text_batches
 from lab.measure import alternating, peak_of, ratio, solution
 from lab.models import next_token, with_logits
-from lab.notebook import Lab
+from lab.notebook import Lab, needs
 
 BATCH, STEPS = 8, 2
 FLAGS: dict[str, dict[str, Any]] = {
@@ -25,21 +24,14 @@ FLAGS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "gradient_accumulation_steps=4": {"gradient_accumulation_steps": 4},
-    "all three": {
-        "bf16": True,
-        "gradient_checkpointing": True,
-        "gradient_accumulation_steps": 4,
-    },
 }
+FLAGS["all three"] = {name: value for flag in FLAGS.values() for name, value in flag.items()}
 Made = tuple[Callable[[], object], nn.Module]
 
 
 def beside_trainer(lab: Lab) -> None:
     """A table: peak and time of two steps, by the library's flags and by the references."""
-    missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
-    if missing:
-        lab.say(f"{' and '.join(missing)} not installed: the flags of Trainer are not checked.")
-        return
+    needs("transformers", "accelerate")
     wanted = ("none", "all three") if lab.quick else FLAGS
     found = {
         name: lab.sample(f"Trainer {name}", partial(_measured, lab, FLAGS[name])) for name in wanted

@@ -228,7 +228,7 @@ def test_the_kinds_of_a_timeline_add_up_to_the_ruler():
         model(x).square().mean().backward()
         optimizer.step()
 
-    books = measure.books_of(step, CPU, model, optimizer, [x])
+    books = measure.books_of((step, model, optimizer, [x]), CPU)
     parts = by_kind(books)
     assert sum(parts.values()) == books.peak
     assert parts["data"] == 256 * 64 * 4

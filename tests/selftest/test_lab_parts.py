@@ -13,9 +13,9 @@ from kit.memory.account import account
 from kit.ranks.simulated import dry_run
 from lab import closed_form, decoder, lora
 from lab.closed_form import Setting, Shape
+from lab.experiments.largest_batch import padded
 from lab.largest import largest_batch
 from lab.measure import ratio
-from lab.padding import padded
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 64, 100])
@@ -106,8 +106,8 @@ SHAPES = {
 )
 def test_a_closed_form_is_the_peak_of_a_dry_run(shape, setting):
     """Within 4 %: the small things that it leaves out weigh more in a small model."""
-    with dry_run(1) as mesh:
-        model, optimizer, tokens = decoder.make(shape, setting, (4, 256), mesh)
+    with dry_run(1):
+        model, optimizer, tokens = decoder.make(shape, setting, (4, 256))
 
         def step() -> None:
             optimizer.zero_grad()

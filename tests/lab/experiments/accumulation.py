@@ -9,16 +9,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from kit.memory.stack import by_kind
 from lab import draw
-from lab.measure import alternating, books_of, ratio, rehearsed, solution
-from lab.models import Gpt, next_token, parameters_of
+from lab.measure import Made, books_at_full_size, ratio, solution
+from lab.models import Batch, Gpt, loss_on, next_token, parameters_of, text
 from lab.notebook import Lab
-from lab.training import Batch, loss_on, text
 
 ORDER = 3
 TITLE = "Accumulation"
@@ -38,7 +37,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
     "SGD": (SGD, 0.14),
 }
 KNOWS_NOTHING = math.log(256)  # nats per byte
-Made = tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]
 
 
 def cut(batch: Batch, window: int) -> list[Batch]:
@@ -67,7 +65,7 @@ def small(device: torch.device, seed: int = 0) -> nn.Module:
 
 
 def run(lab: Lab) -> None:
-    """Peak and time of a window, its gradients, and what they train."""
+    """Peak and time of a window, and what it trains."""
     lab.say(
         f"Every window makes one step on {BATCH} sequences: 1 micro-batch of {BATCH}, or "
         + ", ".join(f"{window} of {BATCH // window}" for window in WINDOWS[1:])
@@ -75,7 +73,6 @@ def run(lab: Lab) -> None:
     )
     total, alone = _memory(lab)
     slower = _time(lab)
-    _distances(lab)
     _convergence(lab)
     _rules(lab)
 
@@ -97,7 +94,8 @@ def _memory(lab: Lab) -> tuple[dict[int, int], dict[int, int]]:
     peaks = {n: lab.sample(f"peak {n}", partial(_peak, lab, n, alone=False)) for n in WINDOWS}
     alone = {n: lab.sample(f"alone {n}", partial(_peak, lab, n, alone=True)) for n in WINDOWS[1:]}
     total, single = ({n: sum(p.values()) for n, p in found.items()} for found in (peaks, alone))
-    count = lab.sample("parameters", _parameters)
+    with torch.device("meta"):
+        count = parameters_of(large())
     shape = f"{count / 1e6:.0f} million parameters, {BATCH} x {LENGTH} to a step, AdamW"
     how = "counted by the allocator" if lab.device.type == "cuda" else "a dry run on fake tensors"
     also = ""
@@ -108,42 +106,30 @@ def _memory(lab: Lab) -> tuple[dict[int, int], dict[int, int]]:
     for n in WINDOWS[1:]:
         bars[f"window of {n}"] = peaks[n]
         bars[f"{BATCH // n} alone"] = alone[n]
-    figure, (axes,) = draw.figure(height=4.0)
-    draw.stacked_bars(axes, bars)
     last = WINDOWS[-1]
     under, *_, over = sorted(total[n] - single[n] for n in single)
     title = (
         f"A window of {last} saves {1 - total[last] / total[1]:.0%} of the large batch's peak; "
         f"windows need {under / 2**30:.2f} to {over / 2**30:.2f} GiB more than a micro-batch"
     )
-    lab.plot("peaks", figure, title, f"Bytes at the peak of a step by kind, by window; {shape}.")
+    lab.bars("peaks", bars, title, f"Bytes at the peak of a step by kind, by window; {shape}.")
     return total, {**single, 1: total[1]}
 
 
 def _peak(lab: Lab, window: int, *, alone: bool) -> dict[str, int]:
-    on_gpu = lab.device.type == "cuda"
-    count = 1 if alone else window if on_gpu or not lab.quick else min(window, 2)
-    if on_gpu:
-        (batch,) = text(lab.device, 1, BATCH, LENGTH)
-        with lab.device:
-            made = make(batch, window, count, large())
-        return by_kind(books_of(made[0], lab.device, *made[1:]))
+    fewer = lab.quick and lab.device.type != "cuda"
+    count = 1 if alone else min(window, 2) if fewer else window
 
-    def rehearsal() -> Made:
+    def made() -> Made:
         x = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
         return make((x, x.clone()), window, count, large())
 
-    return by_kind(rehearsed(rehearsal))
-
-
-def _parameters() -> int:
-    with torch.device("meta"):
-        return parameters_of(large())
+    return by_kind(books_at_full_size(made, lab.device))
 
 
 def _time(lab: Lab) -> dict[int, tuple[float, float]]:
     """How many times as long as the large batch a step of each window takes, and the spread."""
-    seconds = lab.sample("seconds", lambda: _seconds(lab))
+    seconds = lab.seconds("seconds", lambda: _steps(lab))
     found = {n: ratio(seconds[str(n)], seconds["1"]) for n in WINDOWS}
     where = "this GPU" if lab.device.type == "cuda" else f"this CPU, one thread ({MIDDLE})"
     lab.table(
@@ -157,66 +143,12 @@ def _time(lab: Lab) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _seconds(lab: Lab) -> dict[str, list[float]]:
+def _steps(lab: Lab) -> dict[str, Callable[[], object]]:
     on_gpu = lab.device.type == "cuda"
     with lab.device:
         model = large() if on_gpu else Gpt(4, 128, longest=128)
     (batch,) = text(lab.device, 1, BATCH, LENGTH if on_gpu else 128)
-    steps = {str(n): make(batch, n, n, model)[0] for n in WINDOWS}
-    return alternating(steps, lab.device, rounds=4 if lab.quick else 15, limit=lab.limit)
-
-
-def _distances(lab: Lab) -> None:
-    found = lab.sample("distances", lambda: _gradients(lab))
-    figure, (axes,) = draw.figure(height=3.4)
-    draw.lines(axes, WINDOWS[1:], found)
-    axes.set_yscale("log")
-    axes.set_xticks(WINDOWS[1:])
-    axes.set_xlabel("micro-batches to a window")
-    axes.set_ylabel("relative distance of the gradients")
-    axes.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="center right")
-    worst = max(max(found[name]) for name in found if name.endswith("tokens"))
-    mean, equal = (max(found[f"{size}, mean of means"]) for size in ("unequal", "equal"))
-    title = (
-        f"Divided by the window's tokens, gradients are right to {worst:.0e}; a mean of means is "
-        f"off by {mean:.0%} with unequal micro-batches, by {equal:.0e} with equal ones"
-    )
-    alt = "Distance from the large batch's gradients by window, for two divisors."
-    lab.plot("distances", figure, title, alt)
-
-
-def _gradients(lab: Lab) -> dict[str, list[float]]:
-    """Relative 2-norms of the differences from the large batch's gradients, by window."""
-    kata, (whole,) = solution("gradient_accumulation"), text(lab.device, 1, BATCH, 64)
-    # As padded text: between 4 and 64 labelled bytes to a sequence, 64 of them in the longest.
-    lengths = torch.randint(4, 65, (BATCH,)).to(lab.device)
-    padding = torch.arange(64, device=lab.device) >= lengths[:, None]
-    padded = (whole[0], whole[1].masked_fill(padding, -100))
-    model = small(lab.device)
-    optimizer = SGD(model.parameters(), lr=0.0)  # the weights stay: only gradients are wanted
-
-    def tokens(batch: Batch, window: int) -> Tensor:
-        kata.accumulate_tokens(model, cut(batch, window), optimizer)
-        return _flat(model)
-
-    def mean(batch: Batch, window: int) -> Tensor:
-        optimizer.zero_grad()
-        for inputs, targets in cut(batch, window):
-            (next_token(model(inputs), targets) / window).backward()
-        return _flat(model)
-
-    ways = {"divided by the window's tokens": tokens, "mean of means": mean}
-    found = {}
-    for size, batch in (("equal", whole), ("unequal", padded)):
-        right = tokens(batch, 1)
-        for name, way in ways.items():
-            gaps = [way(batch, n) - right for n in WINDOWS[1:]]
-            found[f"{size}, {name}"] = [(gap.norm() / right.norm()).item() for gap in gaps]
-    return found
-
-
-def _flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {str(n): make(batch, n, n, model)[0] for n in WINDOWS}
 
 
 def _train(lab: Lab, name: str, lr: float, window: int, take: int, seed: int = 0) -> dict[str, Any]:

@@ -6,16 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from kit.memory.account import account
-from kit.memory.stack import KINDS, stacked
-from kit.ranks.simulated import dry_run, why_no_shards
+from kit.memory.stack import KINDS, highest, stacked
+from kit.ranks.simulated import dry_run
 from lab import closed_form, draw
 from lab.closed_form import Setting, Shape
 from lab.decoder import SHAPES, make
-from lab.measure import books_of, solution
+from lab.measure import Made, books_at_full_size, solution
 from lab.models import next_token, plain_step
 from lab.notebook import Lab
 
@@ -31,12 +29,9 @@ SETTINGS = {
     "checkpointed": Setting(checkpoint=True),
     "both": Setting(amp=True, checkpoint=True),
     "all in 16 bits": Setting(pure=True),
-    "LoRA, 16-bit base": Setting(amp=True, adapter=16),
-    "64 ranks, 16 bits, checkpointed": Setting(checkpoint=True, ranks=64),
 }
 # What memory_measurement's training_bytes calls them; it has no recipe for 16-bit moments.
-RECIPES = dict.fromkeys(("fp32", "checkpointed", "64 ranks, 16 bits, checkpointed"), "adam")
-RECIPES |= {"AMP": "amp_adam", "both": "amp_adam", "LoRA, 16-bit base": "lora_16bit"}
+RECIPES = {"fp32": "adam", "checkpointed": "adam", "AMP": "amp_adam", "both": "amp_adam"}
 TOKENS = (8, 1024)
 QUICK = {"GPT-2 small": [*SETTINGS], "7B": ["fp32", "both"], "70B": []}
 # L97 counts 2 bytes for each of four numbers a parameter, so everything has 16 bits. It does not
@@ -50,10 +45,6 @@ GB = 1e9
 def run(lab: Lab) -> None:
     """The table, the peak of 7B against the number of tokens, and the article's four numbers."""
     wanted = QUICK if lab.quick else {name: [*SETTINGS] for name in SHAPES}
-    if reason := why_no_shards(torch.device("cpu")):
-        lab.say(f"Settings with ranks have no dry run here: {reason}.")
-        alone = [way for way, setting in SETTINGS.items() if setting.ranks == 1]
-        wanted = {name: [way for way in alone if way in ways] for name, ways in wanted.items()}
     found = {
         name: {way: lab.sample(f"{name}, {way}", partial(_dry, name, way, TOKENS)) for way in ways}
         for name, ways in wanted.items()
@@ -61,13 +52,14 @@ def run(lab: Lab) -> None:
     sizes = ", ".join(f"{name} {closed_form.parameters(SHAPES[name]):,}" for name in SHAPES)
     lab.say(
         f"Decoders by configuration, in parameters: {sizes}. One step of Adam with foreach on "
-        f"{TOKENS[0]} x {TOKENS[1]} tokens, a rank. The closed form adds up the tensors that are "
+        f"{TOKENS[0]} x {TOKENS[1]} tokens. The closed form adds up the tensors that are "
         "alive at each moment of a step that can be the highest (lab/closed_form.py says which); "
         "the dry run counts those that really are, on fake tensors. Terms that the first version "
         "of the formulas lacked were found in dry runs of GPT-2 small and 7B; those of 70B are a "
         "test of them."
     )
-    real = _on_gpu(lab) if lab.device.type == "cuda" else {}
+    on_gpu = SETTINGS if lab.device.type == "cuda" else ()
+    real = {way: lab.sample(f"GPU, {way}", partial(_real, way, lab.device)) for way in on_gpu}
     errors = _table(lab, found, real)
     _bars(lab, found["7B"], max(abs(error) for error in errors))
     _tokens(lab, found["7B"])
@@ -95,9 +87,9 @@ def _table(
                     short,
                 ]
             else:
-                row += ["in a full run" if lab.quick else "not here", "", ""]
+                row += ["in a full run", "", ""]
             if real:
-                row.append(_gib(real[way]) if name == "GPT-2 small" and way in real else "-")
+                row.append(_gib(real[way]) if name == "GPT-2 small" else "-")
             rows.append(row)
     lab.table(
         "Peak of one step, GiB: by arithmetic, and by a dry run",
@@ -144,9 +136,8 @@ def _tokens(lab: Lab, found: dict[str, dict[str, Any]]) -> None:
     """Where activations take over from Adam's step, by the closed form, checked at one point."""
     shape, here = SHAPES["7B"], TOKENS[0] * TOKENS[1]
     counts = [1024 * number for number in (1, 2, 4, 6, 8, 12, 16, 24, 32)]
-    ways = [way for way, setting in SETTINGS.items() if setting.ranks == 1 and not setting.adapter]
     ys = dict[str, list[float]]()
-    for way in ways:
+    for way in SETTINGS:
         line = [closed_form.peak_bytes(shape, SETTINGS[way], n) / 2**30 for n in counts]
         same = next((name for name in ys if ys[name] == line), None)
         if same:  # one would hide the other
@@ -155,12 +146,10 @@ def _tokens(lab: Lab, found: dict[str, dict[str, Any]]) -> None:
             ys[way] = line
     figure, (axes,) = draw.figure(height=3.8)
     draw.lines(axes, counts, ys)
-    checked = [found[way]["peak"] / 2**30 for way in ways if way in found]
+    checked = [sample["peak"] / 2**30 for sample in found.values()]
     ring: dict[str, Any] = {"facecolors": "none", "edgecolors": "black", "zorder": 3}
     axes.scatter([here] * len(checked), checked, s=90, label="dry run", **ring)
-    axes.set_xlabel("tokens in a step")
-    axes.set_ylabel("peak, GiB")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="tokens in a step", ylabel="peak, GiB", ylim=(0, None))
     axes.legend(fontsize=8, frameon=False)
     last = _tokens_of_adam(shape, SETTINGS["fp32"])
     title = (
@@ -185,12 +174,8 @@ def _claim(lab: Lab) -> None:
     shape, setting = SHAPES["7B"], SETTINGS[L97_WAY]
     tokens = L97_TOKENS[0] * L97_TOKENS[1]
     got = lab.sample("L97", partial(_dry, "7B", L97_WAY, L97_TOKENS))
-    arithmetic = {
-        "weights": closed_form.weight_bytes(shape, setting),
-        "gradients": closed_form.gradient_bytes(shape, setting),
-        "optimizer state": closed_form.adam_bytes(shape, setting),
-        "activations": closed_form.activation_bytes(shape, setting, tokens),
-    }
+    arithmetic = closed_form.state_bytes(shape, setting)
+    arithmetic["activations"] = closed_form.activation_bytes(shape, setting, tokens)
     most, peak, total = got["most"], got["peak"] / GB, sum(got["most"][kind] for kind in L97) / GB
     rows = [
         [kind, f"{claimed:.0f}", f"{arithmetic[kind] / GB:.1f}", f"{most[kind] / GB:.1f}"]
@@ -219,50 +204,36 @@ def _claim(lab: Lab) -> None:
 
 def _dry(name: str, way: str, tokens: tuple[int, int]) -> dict[str, Any]:
     """Bytes of a step that nobody runs: the peak, its kinds, and each kind at its own highest."""
-    setting = SETTINGS[way]
-    with dry_run(setting.ranks) as mesh:
-        model, optimizer, data = make(SHAPES[name], setting, tokens, mesh)
+    with dry_run(1):
+        step, model, optimizer, known = _made(name, way, tokens)
         # Adam's state comes from a step on zeros, which spares a pass through the model.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        step = partial(_step, model, data, optimizer, setting)
-        books = account(step, model=model, optimizer=optimizer, known=[data])
+        books = account(step, model=model, optimizer=optimizer, known=known)
     rows = stacked(books)
-    at_peak = max(rows, key=lambda row: sum(row.values()))
     most = {kind: max(row[kind] for row in rows) for kind in KINDS}
-    return {"peak": books.peak, "at peak": at_peak, "most": most}
+    return {"peak": books.peak, "at peak": highest(rows), "most": most}
 
 
-def _on_gpu(lab: Lab) -> dict[str, int]:
-    """Bytes at the peak of GPT-2 small's step as the allocator of this device has them."""
-    alone = [way for way, setting in SETTINGS.items() if setting.ranks == 1]
-    return {way: lab.sample(f"GPU, {way}", partial(_real, way, lab.device)) for way in alone}
+def _made(name: str, way: str, tokens: tuple[int, int]) -> Made:
+    model, optimizer, data = make(SHAPES[name], SETTINGS[way], tokens)
+    dtype = torch.bfloat16 if SETTINGS[way].amp else torch.float32
+    step = partial(plain_step, model, (data, data), next_token, optimizer, dtype=dtype)
+    return step, model, optimizer, [data]
 
 
 def _real(way: str, device: torch.device) -> int:
-    with device:
-        model, optimizer, data = make(SHAPES["GPT-2 small"], SETTINGS[way], TOKENS, None)
-    step = partial(_step, model, data, optimizer, SETTINGS[way])
-    return books_of(step, device, model, optimizer, [data]).peak
-
-
-def _step(model: nn.Module, tokens: Tensor, optimizer: Optimizer, setting: Setting) -> None:
-    dtype = torch.bfloat16 if setting.amp else torch.float32
-    plain_step(model, (tokens, tokens), next_token, optimizer, dtype=dtype)
+    """Bytes at the peak of GPT-2 small's step as the allocator of this device has them."""
+    return books_at_full_size(partial(_made, "GPT-2 small", way, TOKENS), device).peak
 
 
 def _states(shape: Shape, way: str) -> int:
     """Bytes of weights, gradients and Adam's moments by the reference; 0 if it has no recipe."""
     if way not in RECIPES:
         return 0
-    setting = SETTINGS[way]
-    trained = closed_form.trained_parameters(shape, setting) if setting.adapter else None
-    stage = {"zero_stage": 3, "ranks": setting.ranks} if setting.ranks > 1 else {}
-    count = closed_form.parameters(shape)
-    states = solution("memory_measurement").training_bytes
-    return int(states(count, RECIPES[way], trainable=trained, **stage))
+    training_bytes = solution("memory_measurement").training_bytes
+    return int(training_bytes(closed_form.parameters(shape), RECIPES[way]))
 
 
 def _gib(number: int) -> str:

@@ -10,15 +10,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from kit.laws.toys import text_batches
 from kit.memory.stack import by_kind, stacked
 from lab import draw, strangers
 from lab.lora import adapt
-from lab.lora_peers import against_bitsandbytes, against_peft, round_trip
-from lab.measure import alternating, books_of, ratio, rehearsed, solution
-from lab.models import has_transformers, next_token, parameters_of, plain_step
-from lab.notebook import Lab, in_part
-from lab.text import source_batches
+from lab.measure import Made, books_at_full_size, rehearsed, solution
+from lab.models import next_token, parameters_of, plain_step, source_batches, text
+from lab.notebook import Lab, in_part, needs
 from lab.trainer import beside_trainer
 
 ORDER = 7
@@ -35,8 +32,6 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "4-bit + LoRA": ("4-bit + LoRA", ""),
     "4-bit + LoRA, checkpointed": ("4-bit + LoRA", "ours"),
 }
-CHECKPOINTS = {"none": "", "transformers": "transformers", "ours": "ours"}
-Made = tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]
 
 
 def prepare(built: strangers.Built, how: str, checkpoint: str, rank: int = 16) -> AdamW:
@@ -61,45 +56,37 @@ def make(
     how: str,
     checkpoint: str,
     tokens: tuple[int, int],
-    device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Made:
-    """One step with tokens of shape (batch, length)."""
-    with device:
-        built = build()
-        batch = torch.zeros(tokens, dtype=torch.long)
-    optimizer = prepare(built, how, checkpoint)
-    model = built[0]
+    """One step with tokens of shape (batch, length), on the default device."""
+    model, block = build()
+    batch = torch.zeros(tokens, dtype=torch.long)
+    optimizer = prepare((model, block), how, checkpoint)
     step = partial(plain_step, model, (batch, batch), next_token, optimizer, dtype=dtype)
     return step, model, optimizer, [batch]
 
 
 def run(lab: Lab) -> None:
-    """Bytes and losses of the settings, the checks, two ways to checkpoint, Trainer, and 7B."""
+    """Bytes and losses of the settings, 7B, two ways to checkpoint, and Trainer."""
+    needs("transformers")
     _bytes(lab)
     _losses(lab)
-    _checks(lab)
+    _seven(lab)
     _checkpoints(lab)
     beside_trainer(lab)
-    _seven(lab)
 
 
 def _measured(lab: Lab, how: str, checkpoint: str) -> dict[str, Any]:
     """GPT-2 small, 4 x 512 tokens in float32."""
-    build = partial(strangers.gpt, 12, 768)
-    trained = list[int]()
+    trained = 0
 
     def made() -> Made:
-        parts = make(build, how, checkpoint, (4, 512), lab.device)
-        trained.append(parameters_of(parts[1]))
+        nonlocal trained
+        parts = make(partial(strangers.gpt, 12, 768), how, checkpoint, (4, 512))
+        trained = parameters_of(parts[1])
         return parts
 
-    if lab.device.type == "cuda":
-        step, model, optimizer, known = made()
-        books = books_of(step, lab.device, model, optimizer, known)
-    else:
-        books = rehearsed(made)
-    return {"kinds": by_kind(books), "trained": trained[-1]}
+    return {"kinds": by_kind(books_at_full_size(made, lab.device)), "trained": trained}
 
 
 def _bytes(lab: Lab) -> None:
@@ -108,17 +95,15 @@ def _bytes(lab: Lab) -> None:
         for name, (how, by) in SETTINGS.items()
     }
     total = {name: sum(one["kinds"].values()) for name, one in found.items()}
-    whose = "of the transformers library" if has_transformers() else "of our own"
     how = "the allocator's" if lab.device.type == "cuda" else "by a dry run"
-    lab.say(f"GPT-2 small {whose}, 4 x 512 tokens, float32, fused AdamW, LoRA of rank 16; {how}.")
-    figure, (axes,) = draw.figure(height=3.0)
-    draw.stacked_bars(axes, {name: one["kinds"] for name, one in found.items()})
+    lab.say(f"GPT-2 small, 4 x 512 tokens, float32, fused AdamW, LoRA of rank 16; {how}.")
     saved = {name: f"{1 - size / total['full']:.0%}" for name, size in total.items()}
     title = (
         f"LoRA saves {saved['LoRA']} of the peak, a 4-bit base with it "
         f"{saved['4-bit + LoRA']}; checkpointed too, {saved['4-bit + LoRA, checkpointed']}"
     )
-    lab.plot("peaks", figure, title, "Bytes at the peak of one step by kind, GPT-2 small.")
+    kinds = {name: one["kinds"] for name, one in found.items()}
+    lab.bars("peaks", kinds, title, "Bytes at the peak of one step by kind, GPT-2 small.")
     lab.table(
         "Peak of one step, MiB",
         ["setting", "trained numbers", *draw.COLOURS, "peak", "saved"],
@@ -145,17 +130,17 @@ def _trained(lab: Lab) -> dict[str, list[float]]:
 
     def learn(model: nn.Module, optimizer: Optimizer, batches: Any) -> list[float]:
         losses = []
-        for batch in batches:
-            x, y = (part.to(lab.device) for part in batch)
+        for x, y in batches:
+            batch = (x.to(lab.device), y.to(lab.device))
             result = train_step(
-                model, (x, y), next_token, optimizer, dtype=torch.float32, max_norm=1.0
+                model, batch, next_token, optimizer, dtype=torch.float32, max_norm=1
             )
             losses.append(float(result.loss))
         return losses
 
     built = fresh()
     optimizer = prepare(built, "full", "")
-    learn(built[0], optimizer, text_batches(2 * steps, 8, length))
+    learn(built[0], optimizer, text(lab.device, 2 * steps, 8, length))
     base = built[0].state_dict()
     found = dict[str, list[float]]()
     for how in ("full", "LoRA", "4-bit + LoRA"):
@@ -179,8 +164,7 @@ def _losses(lab: Lab) -> None:
     count = len(tens["full"])
     figure, (axes,) = draw.figure(height=3.0)
     draw.lines(axes, [10.0 * number + 5 for number in range(count)], tens)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a byte")
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
     last = {how: values[-1] for how, values in tens.items()}
     alt = "Loss on Python source, means of 10 steps, of a base trained on documentation."
     title = (
@@ -190,60 +174,27 @@ def _losses(lab: Lab) -> None:
     lab.plot("losses", figure, title, alt)
 
 
-def _checks(lab: Lab) -> None:
-    errors = lab.sample("round trip", round_trip)
-
-    def peft() -> str:
-        model, block = strangers.gpt(2, 64, words=256, length=32)
-        return against_peft(model, block, torch.randint(256, (2, 32)))
-
-    checks = {name: f"{value:.5g}" for name, value in errors.items()}
-    checks["bitsandbytes, NF4 of the same weights"] = lab.sample("nf4", against_bitsandbytes)
-    checks["peft, the same LoRA"] = lab.sample("peft", peft)
-    lab.table(
-        "Our 4 bits and our LoRA, checked",
-        ["check", "result"],
-        [[*pair] for pair in checks.items()],
-    )
-
-
 def _checkpoints(lab: Lab) -> None:
-    ways = {n: way for n, way in CHECKPOINTS.items() if has_transformers() or n != "transformers"}
     peaks = dict[str, int]()
-    for name, way in ways.items():
-        found = lab.sample(f"bytes full {way}", partial(_measured, lab, "full", way))
-        peaks[name] = sum(found["kinds"].values())
-    seconds = lab.sample("checkpoint seconds", lambda: _seconds(lab, ways))
+    for by in ("", "transformers", "ours"):
+        found = lab.sample(f"bytes full {by}", partial(_measured, lab, "full", by))
+        peaks[by or "none"] = sum(found["kinds"].values())
     lab.table(
         "Full fine-tuning: transformers' gradient_checkpointing_enable and our checkpoint_blocks",
-        ["checkpointed by", "peak, MiB", "saved", "times the time of none", "spread"],
+        ["checkpointed by", "peak, MiB", "saved"],
         [
             [name, f"{size / 2**20:,.1f}", f"{1 - size / peaks['none']:.0%}"]
-            + [f"{part:.2f}" for part in ratio(seconds[name], seconds["none"])]
             for name, size in peaks.items()
         ],
     )
-    if "transformers" not in ways:
-        lab.say("The transformers library is not installed: its own way is not checked.")
-
-
-def _seconds(lab: Lab, ways: dict[str, str]) -> dict[str, list[float]]:
-    on_gpu = lab.device.type == "cuda"
-    sizes = (12, 768, 50257, 1024) if on_gpu else (4, 128, 256, 128)
-    build = partial(strangers.gpt, *sizes[:2], words=sizes[2], length=sizes[3])
-    steps = {
-        name: make(build, "full", way, (4, sizes[3]), lab.device)[0] for name, way in ways.items()
-    }
-    return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
 
 
 def _seven_billion(how: str, checkpoint: str, layers: int) -> dict[str, int]:
     """LLaMA 7B in bfloat16, Adam's state too; 6 x 512 tokens are some 20 GB of activations."""
     four_bit = how == "4-bit + LoRA"
     dtype = torch.bfloat16 if four_bit else torch.float32  # without autocast it is all bfloat16
-    cpu = torch.device("cpu")
     build = partial(strangers.llama, layers)
-    books = rehearsed(partial(make, build, how, checkpoint, (6, 512), cpu, dtype))
+    books = rehearsed(partial(make, build, how, checkpoint, (6, 512), dtype))
     rows = stacked(books)
     most = max(row["activations"] + row["temporary"] for row in rows)
     weights = by_kind(books)["weights"]
@@ -266,7 +217,7 @@ def _seven(lab: Lab) -> None:
     weights, peak = (whole("4-bit + LoRA", "ours")[key] for key in ("weights", "peak"))
     line = ", by a line through 2 and 4 layers" if lab.quick else ""
     lab.table(
-        f"{strangers.llama_name()}, Adam's state too in bfloat16, 6 x 512 tokens, GB{line}",
+        f"LLaMA 7B, Adam's state too in bfloat16, 6 x 512 tokens, GB{line}",
         ["checkpointed", "activations, at most", "peak"],
         [
             [name, f"{one['activations'] / GB:.2f}", f"{one['peak'] / GB:.2f}"]
@@ -274,7 +225,7 @@ def _seven(lab: Lab) -> None:
         ],
     )
     lab.say(
-        f"{strangers.llama_name()}, with a 4-bit base, LoRA of rank 16 and checkpoints, under "
+        "LLaMA 7B, with a 4-bit base, LoRA of rank 16 and checkpoints, under "
         f"autocast{line}: {weights / GB:.1f} GB weights, embeddings and head in bfloat16 among "
         f"them, {peak / GB:.1f} GB at the peak."
     )
@@ -282,21 +233,18 @@ def _seven(lab: Lab) -> None:
 
 
 def _claims(lab: Lab, weights: float, peak: float, plain: Any, checkpointed: Any) -> None:
-    right = [weights <= 3.5 * 1.1, peak <= 13.5]
-    verdict = in_part(right)
     lab.claim(
         "l97-qlora",
         f"{weights:.1f} GB weights, {peak:.1f} GB in all",
-        verdict=verdict,
+        verdict=in_part([weights <= 3.5 * 1.1, peak <= 13.5]),
         when="a batch of 6 x 512 tokens; scales, embeddings and head come on top of 4 bits",
     )
     of = {kind: 1 - checkpointed[kind] / plain[kind] for kind in ("activations", "peak")}
     amounts = {k: f"{plain[k] / GB:.1f} GB to {checkpointed[k] / GB:.1f} GB" for k in of}
-    parts = [of["activations"] >= 0.65, of["peak"] >= 0.5]
     lab.claim(
         "l97-checkpoint-70",
         f"{of['activations']:.0%} of the activations ({amounts['activations']}), {of['peak']:.0%} "
         f"of the peak ({amounts['peak']})",
-        verdict=in_part(parts),
+        verdict=in_part([of["activations"] >= 0.65, of["peak"] >= 0.5]),
         when="full fine-tuning of 7B; of the peak more only where activations outweigh the rest",
     )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 
 from kit.laws.toys import mse
-from kit.memory.stack import stacked, thin
+from kit.memory.stack import highest, stacked, thin
 from lab import draw
-from lab.measure import alternating, books_of, ratio, rehearsed, solution
-from lab.models import WAYS, large_model, train_step
+from lab.measure import Made, books_at_full_size, ratio, solution
+from lab.models import WAYS, train_step
 from lab.notebook import Lab
 
 ORDER = 1
@@ -23,34 +21,31 @@ QUESTION = "What do AMP, checkpointing and both save of one training step, and w
 SECONDS = {"quick": 24, "full": 22}
 CLAIMS = ("q9-amp-half", "q9-amp-twice", "q9-checkpoint-70", "q9-checkpoint-time", "lab-both")
 
-Made = tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]
 
-
-def make(way: str, device: torch.device, *, full: bool, layers: int = 32) -> Made:
-    """The step of one configuration, with its model, its optimizer and its batch."""
+def make(way: str, *, full: bool, layers: int = 32) -> Made:
+    """The step of one configuration on the default device, at Q9's size or a laptop's."""
     dtype, checkpoint = WAYS[way]
-    kata = solution("checkpointed_model")
-    model, x = large_model(kata, device, full=full, checkpoint=checkpoint, layers=layers)
-    optimizer = Adam(model.parameters(), foreach=True)
-    return lambda: train_step(model, (x, x), mse, optimizer, dtype=dtype), model, optimizer, [x]
+    width, batch, length = (1024, 16, 1024) if full else (128, 2, 256)
+    large_model = solution("checkpointed_model").LargeModel
+    model = large_model(layers, width, dropout=0.0, use_checkpoint=checkpoint).train()
+    x, optimizer = torch.zeros(batch, length, width), Adam(model.parameters(), foreach=True)
+    return partial(train_step, model, (x, x), mse, optimizer, dtype=dtype), model, optimizer, [x]
 
 
 def run(lab: Lab) -> None:
     """Peaks and timelines at full size, times at a size that the device can run."""
     on_gpu = lab.device.type == "cuda"
     timelines = {w: lab.sample(f"timeline {w}", partial(_timeline, lab, w)) for w in WAYS}
-    peaks = {way: max(rows, key=lambda row: sum(row.values())) for way, rows in timelines.items()}
+    peaks = {way: highest(rows) for way, rows in timelines.items()}
     total = {way: sum(parts.values()) for way, parts in peaks.items()}
     saved = {way: 1 - size / total["fp32"] for way, size in total.items()}
     shape = "LargeModel, 32 layers 1024 wide, batch 16 x 1024, Adam with foreach"
     how = "the allocator's timeline" if on_gpu else "a dry run on fake tensors"
     lab.say(f"{shape}; by {how}. Weights, gradients and Adam's state stay float32 under AMP.")
 
-    figure, (axes,) = draw.figure(height=3.0)
-    draw.stacked_bars(axes, peaks)
     amp, checkpointed, both = (f"{saved[way]:.0%}" for way in ("AMP", "checkpointed", "both"))
     finding = f"AMP saves {amp} of the peak, checkpointing {checkpointed}, both {both}"
-    lab.plot("peaks", figure, finding, f"Bytes at the peak of one step by kind, {shape}.")
+    lab.bars("peaks", peaks, finding, f"Bytes at the peak of one step by kind, {shape}.")
     lab.table(
         "Peak of one step, GiB",
         ["configuration", *draw.COLOURS, "peak", "saved"],
@@ -60,20 +55,16 @@ def run(lab: Lab) -> None:
             for way, parts in peaks.items()
         ],
     )
-    most = max(total.values())
-    figure, panels = draw.figure(columns=2, rows=2, height=5.6)
-    for panel, (way, rows) in zip(panels, timelines.items(), strict=True):
-        draw.stacked_timeline(panel, rows, most)
-        panel.set_title(f"{way}: {_peak(rows)}", fontsize=9)
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure = draw.stacked_timelines(
+        {f"{way}: {_peak(rows)}": rows for way, rows in timelines.items()}, rows=2, height=5.6
+    )
     hills = {way: max(row["activations"] for row in rows) for way, rows in timelines.items()}
     lower = {way: f"{hills['fp32'] / hill:.1f} times" for way, hill in hills.items()}
     title = f"The hill of activations is {lower['AMP']} lower with AMP, "
     title += f"{lower['checkpointed']} with checkpointing"
     lab.plot("timelines", figure, title, "Live bytes through one step by kind, four panels.")
 
-    seconds = lab.sample("seconds", lambda: _seconds(lab))
+    seconds = lab.seconds("seconds", lambda: _steps(lab))
     slower = {way: ratio(found, seconds["fp32"]) for way, found in seconds.items()}
     lab.table(
         "Time of one step"
@@ -86,16 +77,13 @@ def run(lab: Lab) -> None:
 
 
 def _timeline(lab: Lab, way: str) -> list[dict[str, int]]:
-    if lab.device.type == "cuda":
-        step, model, optimizer, known = make(way, lab.device, full=True)
-        return thin(stacked(books_of(step, lab.device, model, optimizer, known)))
-    return thin(stacked(rehearsed(lambda: make(way, torch.device("cpu"), full=True))))
+    return thin(stacked(books_at_full_size(partial(make, way, full=True), lab.device)))
 
 
-def _seconds(lab: Lab) -> dict[str, list[float]]:
+def _steps(lab: Lab) -> dict[str, Callable[[], object]]:
     full, layers = lab.device.type == "cuda", _layers(lab)
-    steps = {way: make(way, lab.device, full=full, layers=layers)[0] for way in WAYS}
-    return alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
+    with lab.device:
+        return {way: make(way, full=full, layers=layers)[0] for way in WAYS}
 
 
 def _layers(lab: Lab) -> int:

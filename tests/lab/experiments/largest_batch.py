@@ -10,15 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from lab import draw
 from lab.largest import largest_batch
-from lab.measure import alternating, fits, ratio, rehearsed
-from lab.models import WAYS, has_transformers
-from lab.notebook import Lab, in_part
-from lab.padding import SIZES, WIDE, padded, seconds_of_products, waste_of
+from lab.measure import CPU, Made, alternating, fits, ratio, rehearsed
+from lab.models import WAYS, parameters_of
+from lab.notebook import Lab, in_part, needs
 from lab.strangers import Trained
 
 ORDER = 5
@@ -30,11 +27,15 @@ CLAIMS = ("medium-batch", "medium-speed", "medium-padding")
 MODELS = ("ViT", "GPT-2")
 DEVICE_BYTES = 40 * 2**30  # one A100 of the article's machine
 BYTES_A_PARAMETER = 34  # the same for each of the 1.26 billion parameters of the article's ViT
+SIZES = (8, 16, 32, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160, 192, 224, 255, 256)
+WIDE = 256  # a multiple of every tile: nothing is padded
 Search = dict[str, Any]  # "largest", "budget" in bytes, and the "tries": [batch, whether it fitted]
 
 
 def run(lab: Lab) -> None:
     """The search on each model, throughput at what it found, and padding."""
+    _padding(lab)
+    needs("transformers")
     found: dict[str, dict[str, Search]] = {}
     speed: dict[str, dict[str, list[float]]] = {}
     for name in MODELS:
@@ -48,7 +49,6 @@ def run(lab: Lab) -> None:
     if lab.device.type != "cuda" and not lab.quick:
         articles = {w: lab.sample(f"article's ViT {w}", partial(_dry_search, w)) for w in WAYS}
         _tries(lab, "The article's ViT, by a dry run", articles)
-    _padding(lab)
     growth = {name: _growth(searches) for name, searches in found.items()}
     _claims(lab, {**growth, "ViT": _growth(articles)}, speed)
 
@@ -68,36 +68,37 @@ def _search(lab: Lab, name: str, way: str) -> Search:
     gc.collect()
     on_gpu = lab.device.type == "cuda"
     trained = Trained(name, way, lab.device, full=on_gpu, small=lab.quick)
-    budget = BYTES_A_PARAMETER * trained.parameters
+    budget = BYTES_A_PARAMETER * parameters_of(trained.model)
     if on_gpu:
         budget = DEVICE_BYTES // (4 if lab.quick else 1)
-    tries = list[tuple[int, bool]]()
 
     def try_one(size: int) -> bool:
-        step, batch = trained.step(size)
+        step, model, optimizer, batch = trained.made(size)
         # The first step makes Adam's state within the budget; for later ones it is known.
-        known = [trained.model, trained.optimizer, *batch]
-        tries.append((size, fits(step, lab.device, budget, known)))
-        trained.optimizer.zero_grad()  # a step that failed leaves gradients
-        return tries[-1][1]
+        fitted = fits(step, lab.device, budget, [model, optimizer, *batch])
+        optimizer.zero_grad()  # a step that failed leaves gradients
+        return fitted
 
-    return {"largest": largest_batch(try_one), "budget": budget, "tries": tries}
+    return _searched(try_one, budget)
 
 
 def _dry_search(way: str) -> Search:
     """The article's own shape within one A100, on fake tensors."""
+
+    def made(size: int) -> Made:
+        return Trained("ViT", way, CPU, full=True, small=False).made(size)
+
+    return _searched(lambda n: rehearsed(partial(made, n)).peak <= DEVICE_BYTES, DEVICE_BYTES)
+
+
+def _searched(fits: Callable[[int], bool], budget: int) -> Search:
     tries = list[tuple[int, bool]]()
 
-    def made(size: int) -> tuple[Callable[[], object], nn.Module, Optimizer, list[Any]]:
-        trained = Trained("ViT", way, torch.device("cpu"), full=True, small=False)
-        step, batch = trained.step(size)
-        return step, trained.model, trained.optimizer, list(batch)
-
-    def try_one(size: int) -> bool:
-        tries.append((size, rehearsed(partial(made, size)).peak <= DEVICE_BYTES))
+    def noted(size: int) -> bool:
+        tries.append((size, fits(size)))
         return tries[-1][1]
 
-    return {"largest": largest_batch(try_one), "budget": DEVICE_BYTES, "tries": tries}
+    return {"largest": largest_batch(noted), "budget": budget, "tries": tries}
 
 
 def _speed(lab: Lab, name: str, found: dict[str, Search]) -> dict[str, list[float]]:
@@ -107,16 +108,15 @@ def _speed(lab: Lab, name: str, found: dict[str, Search]) -> dict[str, list[floa
     sizes = {way: search["largest"] for way, search in found.items() if search["largest"]}
 
     def step_of(way: str) -> Callable[[], object]:
-        return Trained(name, way, lab.device, full=on_gpu, small=lab.quick).step(sizes[way])[0]
+        return Trained(name, way, lab.device, full=on_gpu, small=lab.quick).made(sizes[way])[0]
 
-    rounds = 5 if lab.quick else 11
-    if on_gpu:  # one after another: the models together would need four times the memory
-        seconds = dict[str, list[float]]()
-        for way in sizes:
-            seconds |= alternating({way: step_of(way)}, lab.device, rounds, lab.limit)
-            gc.collect()
-    else:
-        seconds = alternating({way: step_of(way) for way in sizes}, lab.device, rounds, lab.limit)
+    # On a GPU one after another: the models together would need four times the memory.
+    seconds = dict[str, list[float]]()
+    for ways in [[way] for way in sizes] if on_gpu else [[*sizes]]:
+        steps = {way: step_of(way) for way in ways}
+        seconds |= alternating(steps, lab.device, 5 if lab.quick else 11, lab.limit)
+        del steps
+        gc.collect()
     return {way: [sizes[way] / second for second in found] for way, found in seconds.items()}
 
 
@@ -144,13 +144,12 @@ def _largest(
     lab: Lab, found: dict[str, dict[str, Search]], speed: dict[str, dict[str, list[float]]]
 ) -> None:
     on_gpu = lab.device.type == "cuda"
-    whose = "of the transformers library" if has_transformers() else "of our own"
     how = "the caching allocator" if on_gpu else "the ruler, which refuses what exceeds it"
     share = f", {BYTES_A_PARAMETER} bytes a parameter as in the article's 40 GiB,"
     budget = f"The budget{'' if on_gpu else share} is enforced by {how}."
     lab.say(
-        f"A ViT and a GPT-2 {whose}, random weights, Adam with foreach. {budget} "
-        "The search is lab/largest.py, made to be copied."
+        "A ViT and a GPT-2 of the transformers library, random weights, Adam with foreach. "
+        f"{budget} The search is lab/largest.py, made to be copied."
     )
     figure, panels = draw.figure(columns=2, rows=2, height=4.4)
     for row, name in enumerate(MODELS):
@@ -166,17 +165,6 @@ def _largest(
         parts.append(f"{name}: AMP {amp}, checkpointed {checkpointed}, both {both}")
     title = f"Largest batch as a multiple of fp32's. {'; '.join(parts)}"
     lab.plot("batches", figure, title, "Bars: largest batch, and samples a second at it.")
-    lab.table(
-        "Samples a second at the largest batch",
-        ["model", "configuration", "samples a second", "times fp32", "spread"],
-        [
-            [name, way, f"{statistics.median(values):,.0f}"]
-            + [f"{part:.2f}" for part in ratio(values, speed[name]["fp32"])]
-            for name in MODELS
-            if "fp32" in speed[name]
-            for way, values in speed[name].items()
-        ],
-    )
 
 
 def _bars(axes: Any, bars: dict[str, float], title: str) -> None:
@@ -190,10 +178,32 @@ def _bars(axes: Any, bars: dict[str, float], title: str) -> None:
     axes.grid(visible=False, axis="y")
 
 
+def padded(size: int, multiple: int) -> int:
+    """The size in elements that hardware works on which computes in multiples of `multiple`."""
+    return -(-size // multiple) * multiple
+
+
+def _products(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Products of (rows, inner) and (inner, size) for each of SIZES."""
+    on_gpu = device.type == "cuda"
+    rows, inner, repeats = (16384, 8192, 10) if on_gpu else (1024, 512, 2)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with device:
+        left = torch.randn(rows, inner, dtype=dtype)
+        rights = {str(size): torch.randn(inner, size, dtype=dtype) for size in SIZES}
+
+    def multiply(right: torch.Tensor) -> None:
+        for _ in range(repeats):
+            left @ right
+
+    return {size: partial(multiply, right) for size, right in rights.items()}
+
+
 def _padding(lab: Lab) -> None:
-    rounds = 15 if lab.quick else 40
-    seconds = lab.sample("padding", lambda: seconds_of_products(lab.device, rounds))
-    waste = waste_of(seconds)
+    seconds = lab.seconds("padding", lambda: _products(lab.device), rounds=40)
+    # Time a column, times that of WIDE; from the fastest of all rounds, the least disturbed.
+    wide = min(seconds[str(WIDE)]) / WIDE
+    waste = {size: min(seconds[str(size)]) / size / wide for size in SIZES}
     figure, (axes,) = draw.figure(height=3.4)
     every = range(min(SIZES), max(SIZES) + 1)
     for multiple, style in ((128, draw.LINES[0]), (16, draw.LINES[2])):
@@ -204,8 +214,7 @@ def _padding(lab: Lab) -> None:
     axes.plot(SIZES, found, "s", color=draw.LINES[1]["color"], markersize=4, label="timed here")
     axes.set_yscale("log", base=2)
     axes.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-    axes.set_xlabel("columns of the matrix product")
-    axes.set_ylabel(f"time a column, times that of {WIDE}")
+    axes.set(xlabel="columns of the matrix product", ylabel=f"time a column, times that of {WIDE}")
     axes.legend(fontsize=8, frameon=False)
     title = (
         f"Padded to 128, a size of 64 costs {padded(64, 128) / 64:.0f} times its work; "
@@ -218,17 +227,6 @@ def _padding(lab: Lab) -> None:
         f"65 {waste[65]:.2f} times."
     )
     lab.plot("padding", figure, title, "Cost of a column against the number of columns.")
-    sizes = {"channels or batch": 64, "one more": 65, "tokens of ViT, 224 by 14": 257}
-    sizes["words of GPT-2"] = 50257
-    lab.table(
-        "Computed: how many times its work a size costs when it is padded to a multiple of",
-        ["size", "8", "64", "128", "128, both sizes of a product"],
-        [
-            [f"{size:,} ({what})", *(f"{padded(size, m) / size:.3f}" for m in (8, 64, 128))]
-            + [f"{(padded(size, 128) / size) ** 2:.2f}"]
-            for what, size in sizes.items()
-        ],
-    )
     two = (padded(64, 128) / 64) ** 2
     measured = (
         f"computed {padded(64, 128) / 64:.2f} times for one size of 64, {two:.2f} for two; "
@@ -243,24 +241,21 @@ def _claims(
     lab: Lab, growth: dict[str, dict[str, float]], speed: dict[str, dict[str, list[float]]]
 ) -> None:
     on_gpu = lab.device.type == "cuda"
-    right = [1.1 < g["AMP"] < 2.2 and 2 <= g["checkpointed"] > g["AMP"] for g in growth.values()]
-    verdict = in_part(right)
+    good = [1.1 < g["AMP"] < 2.2 and 2 <= g["checkpointed"] > g["AMP"] for g in growth.values()]
     parts = [
         f"{name}: AMP {g['AMP']:.1f} times, checkpointing {g['checkpointed']:.1f} times"
         for name, g in growth.items()
     ]
     when = "the more of the budget weights, gradients and Adam's state take, the less AMP gives"
-    lab.claim("medium-batch", "; ".join(parts), verdict=verdict, when=when)
+    lab.claim("medium-batch", "; ".join(parts), verdict=in_part(good), when=when)
 
     rates = {
         name: {way: ratio(values, of["fp32"])[0] for way, values in of.items()}
         for name, of in speed.items()
         if len(of) == len(WAYS)  # not if nothing fitted
     }
-    fast = [r["AMP"] > 1.5 for r in rates.values()]
-    slight = [0.7 < r["checkpointed"] < 1 for r in rates.values()]
-    good = [*fast, *slight]
-    verdict = in_part(good)
+    good = [r["AMP"] > 1.5 for r in rates.values()]
+    verdict = in_part(good + [0.7 < r["checkpointed"] < 1 for r in rates.values()])
     parts = [
         f"{name}: AMP {r['AMP']:.2f} times, checkpointing {r['checkpointed']:.2f} times"
         for name, r in rates.items()

@@ -15,8 +15,7 @@ from torch.optim import SGD
 from lab import checkpointed_gpt2, segment_plots
 from lab.chains import WAYS, Point, chain, flops_of, measured, plain
 from lab.measure import alternating, peak_of, ratio, rehearsed
-from lab.models import has_transformers
-from lab.notebook import Lab, in_part
+from lab.notebook import Lab, in_part, needs
 from lab.segment_plots import GRAPHS, ROOT
 
 ORDER = 4
@@ -59,22 +58,23 @@ def run(lab: Lab) -> None:
     }
     insides = {kind: float(both["inside"]) for kind, both in trade.items()}
     lab.plot("trade", *segment_plots.trade(points, insides, DEPTH))
-    lab.say(segment_plots.beside_torch(points["ZOMI's layer"], DEPTH))
+    lab.say(
+        "The lower bound is for schedules that keep inputs or graphs of whole layers until they "
+        "are used; the optimal schedule, for those that keep inputs, and one layer's graph at a "
+        "time. Torch's checkpoint_sequential rounds the size of its segments down and leaves the "
+        "rest to the last, which keeps everything. Where the number divides the depth, torch needs "
+        "less, because its second run stops before the output."
+    )
     timed = lab.sample("seconds", lambda: _seconds(lab))
     lab.plot("segments", *segment_plots.segments(points["ZOMI's layer"], timed, DEPTH))
     _table_of_rates(lab, timed)
     depths = lab.sample("by depth", lambda: [_at_depth(lab, depth) for depth in _depths(lab)])
-    deep = lab.sample("seconds by depth", lambda: _deep_seconds(lab))
-    lab.plot("depth", *segment_plots.by_depth(depths, deep))
+    lab.plot("depth", *segment_plots.by_depth(depths))
     lab.plot("rates", *segment_plots.rates(depths))
-    wide = min(points["Q9's block"]["run_in_segments"], key=lambda point: point.peak)
+    wide = segment_plots.lowest(points["Q9's block"]["run_in_segments"])
     _claim_zomi(lab, depths, timed, wide.setting)
-    _claim_q9(
-        lab,
-        lab.sample(
-            "Q9 at full size", lambda: [_q9(n) for n in (8, 16, 32, 64)[: 3 if lab.quick else 4]]
-        ),
-    )
+    sizes = (8, 16, 32) if lab.quick else (8, 16, 32, 64)
+    _claim_q9(lab, lab.sample("Q9 at full size", lambda: [*map(_q9, sizes)]))
     _claim_gpt2(lab)
 
 
@@ -153,21 +153,6 @@ def _at_depth(lab: Lab, depth: int) -> dict[str, Any]:
     }
 
 
-def _deep_seconds(lab: Lab) -> dict[str, dict[str, list[float]]]:
-    steps = {}
-    for depth in (9, 36, 64) if lab.quick else DEPTHS:
-        model, x = _chain(lab, depth, wide=True)
-        steps[f"plain {depth}"] = plain(model, x)
-        steps[f"{ROOT} {depth}"] = WAYS["run_in_segments"](model, x, math.isqrt(depth))
-    found = alternating(steps, lab.device, rounds=5 if lab.quick else 15, limit=lab.limit)
-    return {
-        way: {
-            name.rpartition(" ")[2]: times for name, times in found.items() if name.startswith(way)
-        }
-        for way in ("plain", ROOT)
-    }
-
-
 def _claim_zomi(lab: Lab, depths: list[dict[str, Any]], timed: dict[str, Any], wide: int) -> None:
     powers = segment_plots.powers(depths)
     last = depths[-1]
@@ -225,12 +210,8 @@ def _q9(depth: int) -> dict[str, int]:
 def _claim_q9(lab: Lab, rows: list[dict[str, int]]) -> None:
     saved = [row["plain"] - row["checkpointed"] for row in rows]
     depths = [row["depth"] for row in rows]
-    lab.plot(
-        "q9",
-        *segment_plots.saved(
-            depths, *(([row[way] for row in rows]) for way in ("plain", "checkpointed"))
-        ),
-    )
+    peaks = [[row[way] for row in rows] for way in ("plain", "checkpointed")]
+    lab.plot("q9", *segment_plots.saved(depths, *peaks))
     steps = [
         (after - before) / (n - m)
         for (m, before), (n, after) in itertools.pairwise(zip(depths, saved, strict=True))
@@ -250,24 +231,18 @@ def _claim_q9(lab: Lab, rows: list[dict[str, int]]) -> None:
 
 
 def _claim_gpt2(lab: Lab) -> None:
-    if not has_transformers():
-        for claim in ("lab-checkpoint", "l97-checkpoint-time"):
-            lab.claim(claim, "", verdict="not measured", when="transformers is not installed")
-        return
+    needs("transformers")
     batches = (4,) if lab.quick else (1, 4, 16)
-    peaks = {
-        batch: lab.sample(
-            f"GPT-2 medium, batch {batch}",
-            partial(checkpointed_gpt2.peaks, batch, lab.device),
-        )
-        for batch in batches
-    }
-    lab.plot("gpt2", *segment_plots.gpt2(peaks))
-    rounds = 4 if lab.quick else 15
-    timed = lab.sample(
-        "GPT-2 times",
-        lambda: checkpointed_gpt2.seconds(lab.device, rounds=rounds, limit=lab.limit),
+    measure = {n: partial(checkpointed_gpt2.peaks, n, lab.device) for n in batches}
+    peaks = {n: lab.sample(f"GPT-2 medium, batch {n}", measure[n]) for n in batches}
+    bars = {f"{way}, batch {n}": kinds for n, both in peaks.items() for way, kinds in both.items()}
+    found = [f"{segment_plots.share_saved(both):.0%} at batch {n}" for n, both in peaks.items()]
+    title = f"Checkpointing GPT-2 medium saves {', '.join(found)} of 512 tokens"
+    lab.bars(
+        "gpt2", bars, title, "Bytes at the peak of a step of GPT-2 medium by kind, 512 tokens."
     )
+    time_it = partial(checkpointed_gpt2.seconds, rounds=4 if lab.quick else 15, limit=lab.limit)
+    timed = lab.sample("GPT-2 times", lambda: time_it(lab.device))
     seconds, flops = timed["seconds"], timed["flops"]
     rows, extra, spreads = [], {}, {}
     for way, found in seconds.items():

@@ -75,13 +75,10 @@ def _draw_states(lab: Lab, found: Found) -> None:
     right.set_title("ZeRO-3", fontsize=9)
     for panel in (left, right):
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(ranks[:: 1 if len(ranks) < 6 else 2])
+        panel.set(yscale="log", xticks=ranks[:: 1 if len(ranks) < 6 else 2])
         panel.xaxis.set_major_formatter(lambda n, _: f"{n:.0f}")
         panel.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        panel.set_xlabel("ranks")
-        panel.set_ylabel("bytes a parameter")
-        panel.set_ylim(0.01, 30)
+        panel.set(xlabel="ranks", ylabel="bytes a parameter", ylim=(0.01, 30))
         panel.legend(fontsize=8, frameon=False, loc="lower left")
     less = ", ".join(f"ZeRO-{stage} {_less(found, stage, AT):.1f}" for stage in (1, 2, 3))
     rest = _less(found, 3, AT, "rest")
@@ -96,21 +93,15 @@ def _less(found: Found, stage: int, ranks: int, key: str = "states") -> float:
 
 
 def _draw_settings(lab: Lab, found: Found) -> None:
-    figure, (axes,) = draw.figure(height=4.2)
     bars = {way: found[way][AT]["kinds"] for way in WAYS}
-    draw.stacked_bars(axes, bars)
     sizes = {way: sum(kinds.values()) for way, kinds in bars.items()}
     least = min(sizes, key=lambda way: sizes[way])
-    title = (
-        f"{AT} ranks: {least} peaks lowest, at {sizes[least] / sizes['data parallel']:.0%} of data "
-        "parallelism; gathered blocks and buffers are most of it"
-        if sum(bars[least].get(kind, 0) for kind in ("weights", "temporary")) > sizes[least] / 2
-        else f"{AT} ranks: {least} peaks lowest, "
-        f"at {sizes[least] / sizes['data parallel']:.0%} of data parallelism"
-    )
-    lab.plot(
-        "settings", figure, title, f"Bytes at the peak by kind, rank 0 of {AT}, eight settings."
-    )
+    share = sizes[least] / sizes["data parallel"]
+    title = f"{AT} ranks: {least} peaks lowest, at {share:.0%} of data parallelism"
+    if sum(bars[least][kind] for kind in ("weights", "temporary")) > sizes[least] / 2:
+        title += "; gathered blocks and buffers are most of it"
+    alt = f"Bytes at the peak by kind, rank 0 of {AT}, eight settings."
+    lab.bars("settings", bars, title, alt)
 
 
 def _draw_traffic(lab: Lab, found: Found) -> None:
@@ -121,8 +112,7 @@ def _draw_traffic(lab: Lab, found: Found) -> None:
     axes.xaxis.set_major_formatter(lambda n, _: f"{n:.0f}")
     axes.set_ylim(0, 3.9)
     axes.legend(fontsize=8, frameon=False, loc="lower right", ncols=2)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("numbers sent a parameter and step")
+    axes.set(xlabel="ranks", ylabel="numbers sent a parameter and step")
     more = ", ".join(f"{way} {_times(found, way):.2f}" for way in STAGES[1:])
     title = f"Numbers sent, times data parallelism's at {AT} ranks: {more}"
     lab.plot("traffic", figure, title, "Numbers that a rank sends in a step, by number of ranks.")
@@ -174,13 +164,12 @@ def _claim_n_times(lab: Lab, found: Found) -> None:
     }
     states, peak = (grown[many][key] / grown[few][key] for key in ("states", "peak"))
     rest, highest = (_less(found, 3, AT, key) for key in ("rest", "states"))
-    good = [rest > 0.9 * AT, highest > 0.9 * AT]
     lab.claim(
         "q9-zero3",
         f"at {AT} ranks {rest:.0f} times less between steps and {highest:.0f} times at the highest;"
         f" a model {many} times as deep on {many} ranks: {states:.2f} times the states and "
         f"{peak:.2f} times the peak of one rank",
-        verdict=in_part(good),
+        verdict=in_part(less > 0.9 * AT for less in (rest, highest)),
         when="of what is kept; the blocks that are gathered, and the gradients of one, are as "
         "large on any number of ranks, and so are activations",
     )
@@ -188,12 +177,11 @@ def _claim_n_times(lab: Lab, found: Found) -> None:
         power(found["ZeRO-3"], [one[key] for one in found["ZeRO-3"].values()])
         for key in ("rest", "states", "peak")
     ]
-    good = [abs(grown + 1) < 0.05 for grown in powers]
     lab.claim(
         "medium-zero-linear",
         f"from 1 to {max(found['ZeRO-3']):,} ranks the states between steps go as N^{powers[0]:.2f}"
         f", at their highest as N^{powers[1]:.2f}, the whole peak as N^{powers[2]:.2f}",
-        verdict=in_part(good),
+        verdict=in_part(abs(grown + 1) < 0.05 for grown in powers),
         when="what a rank keeps falls as 1/N, so what more ranks save is less each time; the peak "
         "ends at the gathered blocks",
     )
@@ -201,11 +189,10 @@ def _claim_n_times(lab: Lab, found: Found) -> None:
 
 def _claim_traffic(lab: Lab, found: Found) -> None:
     one, two, three = (_times(found, way) for way in STAGES[1:])
-    good = [share < 1.05 for share in (one, two)]
     lab.claim(
         "q9-zero-free",
         f"ZeRO-1 sends {one:.2f} times what data parallelism sends, ZeRO-2 {two:.2f} times",
-        verdict=in_part(good),
+        verdict=in_part(share < 1.05 for share in (one, two)),
         when="in numbers sent; time needs real ranks. An all-reduce is a reduce-scatter and an "
         "all-gather, and ZeRO-2 makes these two; torch's ZeRO-1 sums whole gradients first",
     )

@@ -1,4 +1,4 @@
-"""Five programs with a fault, and a sixth on cuda: what shows it, and what mends it."""
+"""Four programs with a fault, and a fifth on cuda: what shows it, and what mends it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from kit.memory.ruler import human
 from lab import broken, draw, symptoms
-from lab.allocator import reserved_by
 from lab.notebook import Lab
 
 ORDER = 8
@@ -32,7 +31,6 @@ def run(lab: Lab) -> None:
         "plots are the timeline of kit/memory/ruler.py."
     )
     _graph(lab)
-    _list(lab)
     _leak(lab)
     _nan(lab)
     _speed(lab)
@@ -54,19 +52,6 @@ def _graph(lab: Lab) -> None:
         "run, the graphs have freed the tensors that they saved, and only their nodes are left. It "
         "hurts where nothing runs backward: in an evaluation without no_grad()."
     )
-
-
-def _list(lab: Lab) -> None:
-    programs = (broken.predict_in_a_list, broken.predict)
-    found = _samples(lab, symptoms.timeline_of, *programs)
-    _show(lab, "A list of tensors that grows", *programs)
-    held, mended = (found[program.__name__] for program in programs)
-    size = f"one output is {human(symptoms.bytes_of_output(lab.device))}"
-    title = (
-        f"A list of outputs grows by {symptoms.growth(held)} a batch, one of classes by "
-        f"{symptoms.growth(mended)}: {size}"
-    )
-    _plot_timelines(lab, "list", title, found)
 
 
 def _leak(lab: Lab) -> None:
@@ -120,8 +105,7 @@ def _nan(lab: Lab) -> None:
     losses.set_yscale("log")
     for panel in (losses, gradients):
         panel.set_xticks(steps[::3])
-    losses.set_xlabel("step")
-    losses.set_ylabel("loss (a gap is no number)")
+    losses.set(xlabel="step", ylabel="loss (a gap is no number)")
     draw.lines(gradients, steps, {name: sample["bad"] for name, sample in found.items()})
     gradients.set_xlabel("step")
     gradients.set_ylabel("gradients with inf or NaN")
@@ -153,21 +137,13 @@ def _nan(lab: Lab) -> None:
 def _speed(lab: Lab) -> None:
     programs = (broken.map_groups_one_by_one, broken.map_groups_at_once)
     names = [program.__name__ for program in programs]
-    rounds = 15 if lab.quick else 50
     widths = [4, 8, 16, 32, 64] if lab.device.type == "cpu" else [4, 16, 64, 128, 256]
-    found = {
-        w: lab.sample(f"groups {w}", partial(symptoms.seconds_of_groups, lab.device, w, rounds))
-        for w in widths
-    }
+    groups = {w: partial(symptoms.groups, lab.device, w) for w in widths}
+    found = {w: lab.seconds(f"groups {w}", make, rounds=50) for w, make in groups.items()}
     counts = lab.sample("operations", lambda: symptoms.operations(lab.device, widths[0]))
     sizes = [32, 128, 512] if lab.device.type == "cpu" else [64, 256, 1024, 4096]
-    amp = {
-        size: lab.sample(
-            f"AMP {size}",
-            partial(symptoms.seconds_of_amp, lab.device, size, rounds // 3, lab.limit),
-        )
-        for size in sizes
-    }
+    steps = {size: partial(symptoms.precisions, lab.device, size) for size in sizes}
+    amp = {size: lab.seconds(f"AMP {size}", make) for size, make in steps.items()}
     _show(lab, "No speed-up: many small operations", *programs)
     figure, (left, right) = draw.figure(columns=2)
     # The fastest of each: a busy machine can only make these short ones slower.
@@ -175,16 +151,12 @@ def _speed(lab: Lab) -> None:
     draw.lines(left, widths, ms)
     left.set_xscale("log", base=2)
     left.set_xticks(widths, [str(width) for width in widths])
-    left.set_yscale("log")
-    left.set_xlabel("width of a group")
-    left.set_ylabel("milliseconds")
+    left.set(yscale="log", xlabel="width of a group", ylabel="milliseconds")
     faster = [min(seconds["fp32"]) / min(seconds["bf16"]) for seconds in amp.values()]
     draw.lines(right, sizes, {"bfloat16": faster, "no speed-up": [1.0] * len(sizes)})
     right.set_xscale("log", base=2)
     right.set_xticks(sizes, [str(size) for size in sizes])
-    right.set_xlabel("width of the model")
-    right.set_ylabel("times as fast as float32")
-    right.set_ylim(bottom=0)
+    right.set(xlabel="width of the model", ylabel="times as fast as float32", ylim=(0, None))
     slow = [one / other for one, other in zip(*ms.values(), strict=True)]
     title = (
         f"{symptoms.GROUPS} products of {widths[0]} x {widths[0]} take {slow[0]:.1f} times as long "
@@ -213,7 +185,7 @@ def _fragmentation(lab: Lab) -> None:
     programs = (broken.scatter_what_stays, broken.make_what_stays_first)
     found = {
         program.__name__: lab.sample(
-            program.__name__, partial(reserved_by, program, lab.device, SEGMENTS)
+            program.__name__, partial(symptoms.reserved_by, program, lab.device, SEGMENTS)
         )
         for program in programs
     }
@@ -224,8 +196,7 @@ def _fragmentation(lab: Lab) -> None:
         draw.lines(panel, range(len(sample["reserved"])), most)
         _thin_marks(panel)
         panel.set_title(f"{name}: {'out of memory' if sample['failed'] else 'fits'}", fontsize=8)
-        panel.set_xlabel("operation")
-        panel.set_ylabel("MiB")
+        panel.set(xlabel="operation", ylabel="MiB")
     at_end = found[programs[0].__name__]
     reserved, used = at_end["reserved"][-1], at_end["allocated"][-1]
     title = (
