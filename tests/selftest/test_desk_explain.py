@@ -14,6 +14,7 @@ from desk.words import state, summary
 from kit.answers.loading import load
 from kit.catalog import Kata, Part
 from selftest.tiny import SOLUTION
+from selftest.tiny_answers import in_mean
 
 
 @pytest.fixture
@@ -92,8 +93,7 @@ def test_an_error_inside_the_answer_is_told_with_its_last_line_and_what_that_cal
 
 def test_an_assert_on_a_gpu_is_told_with_the_way_to_its_cause(judged):
     words = "CUDA error: device-side assert triggered\\nCompile with `TORCH_USE_CUDA_DSA`"
-    text = SOLUTION.replace("return _total", f'raise RuntimeError("{words}")\n    #')
-    problem = told(judged(text))
+    problem = told(judged(in_mean(f'raise RuntimeError("{words}")')))
     assert problem.got == "RuntimeError: CUDA error: device-side assert triggered"
     assert "out of range" in problem.cause
     assert "nox -s kata" in problem.cause
@@ -101,10 +101,8 @@ def test_an_assert_on_a_gpu_is_told_with_the_way_to_its_cause(judged):
 
 
 def test_not_written_is_only_what_the_answer_itself_says(judged):
-    body = "    return _total(values, start) / len(values)"
-    mine = judged(SOLUTION.replace(body, "    raise NotImplementedError"))
-    assert told(mine).kind == "not written"
-    assert told(judged(SOLUTION.replace(body, "    return _raise()") + _RAISE)).kind == "error"
+    assert told(judged(in_mean("raise NotImplementedError"))).kind == "not written"
+    assert told(judged(in_mean("return _raise()") + _RAISE)).kind == "error"
 
 
 # A NotImplementedError that comes out of code in another file, as torch has some.
@@ -115,7 +113,7 @@ _raise = eval(compile("lambda: (x for x in ()).throw(NotImplementedError())", "k
 
 
 def test_what_the_spec_cannot_use_is_told_with_the_definition(judged):
-    mine = judged(SOLUTION.replace("return _total(values, start) / len(values)", "return None"))
+    mine = judged(in_mean("return None"))
     problem = told(mine, lambda module: module.mean([1.0]).item())
     assert problem.expected == "what the docstring of mean promises"
     assert "'NoneType' object has no attribute 'item'" in problem.got
@@ -123,7 +121,7 @@ def test_what_the_spec_cannot_use_is_told_with_the_definition(judged):
 
 
 def test_the_cause_of_an_error_leads_to_the_line(judged):
-    mine = judged(SOLUTION.replace("return _total(values, start) / len(values)", "return {}[0]"))
+    mine = judged(in_mean("return {}[0]"))
 
     def call(module):
         try:

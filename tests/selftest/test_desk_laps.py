@@ -90,7 +90,7 @@ def test_the_hint_of_the_spec_that_failed_comes_first():
     assert "a hint:  nox -s hint -- laps 1\n" in screen("details")
 
 
-def test_after_the_core_the_verdict_says_so():
+def test_after_the_core_the_verdict_says_so_in_json_too():
     out = screen("details")
     assert "Core part 1 passed: 3 specs (0.1 s)\nDetails of part 1 of 2: double - twice\n" in out
     assert "contract  double, detail 1: A value beyond 64 bits does not overflow.\n" in out
@@ -99,6 +99,14 @@ def test_after_the_core_the_verdict_says_so():
     assert f"{words} (4 passed, 1 failed," in out
     assert "\nCore:    done, the 4 minutes of this kata. Details and stretch follow.\n" in out
     assert "Core:  " not in screen("sign") + screen("solved")
+    (verdict,) = json.loads(screen("json"))["verdicts"]
+    assert (verdict["core_passed"], verdict["solved"]) == (True, False)
+    parts = [(part["lap"], part["number"], part["result"]) for part in verdict["parts"]]
+    assert parts == [("core", 1, "passed"), ("details", 1, "failed"), ("stretch", 2, "not_run")]
+    failed = next(spec for spec in verdict["specs"] if spec["result"] == "failed")
+    assert failed["function"] == "double"
+    assert failed["contract"] == "double, detail 1: A value beyond 64 bits does not overflow."
+    assert not failed["problem"]["sure"]
     out = screen("stretch")
     order = ["Details of part 1 passed: 2 specs", "Core part 1 passed: 3 specs", "Stretch part 2"]
     assert sorted(order, key=out.index) == order
@@ -126,14 +134,3 @@ def test_a_part_alone_has_both_laps_and_all_runs_on_in_their_order():
     assert "Core part 1 of 2" in out
     assert "Details of part 1 passed: 2 specs" in out
     assert "Verdict: failing at part 1 of 2 (6 passed, 1 failed)" in out
-
-
-def test_json_has_the_laps_and_the_clause():
-    (verdict,) = json.loads(screen("json"))["verdicts"]
-    assert (verdict["core_passed"], verdict["solved"]) == (True, False)
-    parts = [(part["lap"], part["number"], part["result"]) for part in verdict["parts"]]
-    assert parts == [("core", 1, "passed"), ("details", 1, "failed"), ("stretch", 2, "not_run")]
-    failed = next(spec for spec in verdict["specs"] if spec["result"] == "failed")
-    assert failed["function"] == "double"
-    assert failed["contract"] == "double, detail 1: A value beyond 64 bits does not overflow."
-    assert not failed["problem"]["sure"]
