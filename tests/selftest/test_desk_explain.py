@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from desk import events, source
-from desk.events import Broken, Collected, Finished, Outcome, Problem, Spec
+from desk.events import Broken, Chart, Collected, Finished, Outcome, Problem, Spec, Started
 from desk.explain import Judged, explain
 from desk.verdict import Job, Verdict
 from desk.words import state, summary
@@ -166,6 +166,20 @@ def test_a_missing_file_and_a_folder_have_a_problem_and_a_file_with_warnings_has
 KATA = Kata("tiny", "Tiny", "Tiny", (Part(1, "mean", 5, "core"), Part(2, "Counter", 5, "core")))
 SPEC = Spec("a", 1, "core", "mean", "works", "is so", "one", False, "mean, Returns: it")
 ON_GPU = Spec("b", 2, "core", "Counter", "saves", "is so on a gpu", "", True)
+
+
+def test_events_come_through_a_line_unchanged():
+    problem = Problem("wrong", "1", "2", "cause", "mine.py", 3, "mean", "return 1", 4)
+    chart = Chart("peak", "0.6 * plain", [("plain", 4, "4 B")])
+    for event in (
+        Collected([SPEC, ON_GPU]),
+        Started("a"),
+        Outcome("a", events.FAILED, 0.5, problem, charts=[chart], prints=["x"]),
+        Outcome("a", events.PASSED),
+        Broken(problem, ["x"]),
+        Finished(),
+    ):
+        assert events.decode(events.encode(event)) == event
 
 
 def test_only_a_finished_run_in_which_something_passed_is_a_pass():
