@@ -16,7 +16,7 @@ import traceback
 
 from desk.__main__ import main
 
-IDLE = 5.0  # seconds
+IDLE = 30.0  # seconds
 
 
 def run(words: list[str], variables: dict[str, str]) -> tuple[int, str]:

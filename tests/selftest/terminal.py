@@ -12,7 +12,7 @@ from pathlib import Path
 import pexpect
 
 from kit.patience import family
-from selftest.tiny import House, hears_ctrl_c
+from selftest.tiny import House, hears_ctrl_c, new_folder
 
 KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
 _EDITS = itertools.count()
@@ -22,7 +22,7 @@ class Terminal:
     """One command of the desk in a terminal of 100 columns."""
 
     def __init__(self, home: House, *arguments: str, stub: str = "katas/tiny_mean.py") -> None:
-        self.home, self.path = home, home.root / stub
+        self.home, self.path, self.temporary = home, home.root / stub, new_folder()
         env = {**os.environ, "PYTHONPATH": str(home.root / "tests"), "TERM": "xterm"}
         for name in ("PYTEST_CURRENT_TEST", "COLUMNS", "NO_COLOR", "PYTEST_ADDOPTS"):
             env.pop(name, None)
@@ -31,7 +31,7 @@ class Terminal:
                 sys.executable,
                 ["-m", "desk", *arguments],
                 cwd=home.root,
-                env={**env, "TMPDIR": str(home.root / "tmp")},
+                env={**env, "TMPDIR": str(self.temporary)},
                 dimensions=(60, 100),
                 encoding="utf-8",
                 timeout=None,  # that of the test counts work and not the wall clock

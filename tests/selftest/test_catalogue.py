@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,8 @@ from selftest.tiny import (
     VARIANTS,
     House,
     entry,
-    later,
     new_folder,
 )
-from selftest.tiny import result as run_of
 
 KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 Read = Callable[[str], list[Entry]]
@@ -142,9 +140,9 @@ def test_a_verdict_names_the_function_of_the_mistake(kata: Kata) -> None:
     for mistake in catalogue(kata)[0]:
         function = functions.get(mistake.caught_by.partition("[")[0])
         if function and mistake.shows_in != function:
-            touched = _touched(mistake, reference)
-            if not touched & _reached(function, reference):
-                elsewhere.append(f"{mistake.name}: {function}, but it is in {touched}")
+            text = mistake.source(reference) + END
+            if all(part in text for part in _reached(function, reference)):
+                elsewhere.append(f"{mistake.name}: {function}, but it is not changed in it")
     assert elsewhere == []
 
 
@@ -160,57 +158,44 @@ def _functions(kata: Kata) -> dict[str, str]:
     return found
 
 
-def _definitions(source: str) -> dict[str, ast.stmt]:
-    """The functions and classes of a module, and what it assigns."""
-    found = {}
-    for node in ast.parse(source).body:
+END = "\0"
+
+
+@cache
+def _definitions(source: str) -> dict[str, tuple[ast.stmt, str]]:
+    """The functions and classes of a module, and what it assigns, with the text up to the next."""
+    found, lines = {}, [*source.splitlines(keepends=True), END]
+    body = ast.parse(source).body
+    starts = [min(p.lineno for p in [n, *getattr(n, "decorator_list", [])]) - 1 for n in body]
+    for node, start, end in zip(body, starts, [*starts[1:], len(lines)], strict=True):
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         for name in (getattr(node, "name", None), *(getattr(to, "id", None) for to in targets)):
             if name:
-                found[name] = node
+                found[name] = node, "".join(lines[start:end])
     return found
 
 
-def _reached(function: str, source: str) -> set[str]:
-    """Its own definition, or its class, and the private ones that this uses, directly or not."""
+@cache
+def _reached(function: str, source: str) -> list[str]:
+    """The text of its definition, or its class, and of the private ones that this leans on."""
     known, found, todo = _definitions(source), set[str](), {function.partition(".")[0]}
     while todo:
         found.add(name := todo.pop())
-        used = {node.id for node in ast.walk(known[name]) if isinstance(node, ast.Name)}
+        used = {node.id for node in ast.walk(known[name][0]) if isinstance(node, ast.Name)}
         todo |= {name for name in used & set(known) if name.startswith("_")} - found
-    return found
+    return [known[name][1] for name in sorted(found)]
 
 
-def _touched(mistake: Entry, source: str) -> set[str]:
-    """The definitions in which a hunk changes a line, or puts one after another."""
-    lines = set()
-    for hunk in mistake.hunks:
-        start = mistake.start(hunk, source)
-        changes = difflib.SequenceMatcher(None, hunk.old, hunk.new, autojunk=False).get_opcodes()
-        for kind, first, end, _, _ in changes:
-            if kind != "equal":
-                lines |= {start + n for n in range(first, end) or [max(first - 1, 0)]}
-    found = set()
-    for name, node in _definitions(source).items():
-        first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])])
-        if not lines.isdisjoint(range(first - 1, node.end_lineno or first)):
-            found.add(name)
-    return found
+def test_a_function_leads_to_private_definitions() -> None:
+    helper, own = _reached("mean", SOLUTION)
+    assert helper.startswith("def _total(")
+    assert own.startswith("def mean(")
+    (own,) = _reached("Counter.add", SOLUTION)
+    assert own.endswith("return Pair(0, self.count)\n\0")
 
 
-def test_a_function_leads_to_private_definitions_and_an_edit_touches_some(page: Read) -> None:
-    assert _reached("mean", SOLUTION) == {"mean", "_total"}
-    assert _reached("Counter.add", SOLUTION) == {"Counter"}
-    (it,) = page(
-        _diff(
-            "@@ module @@", " def _total(values: list[float], start: float) -> float:", "+    pass"
-        )
-    )
-    assert _touched(it, SOLUTION) == {"_total"}
-
-
-def bad_proof() -> tuple[int, str]:
-    """One run of mistakes that are mistakes themselves."""
+@pytest.mark.timeout(300)
+def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
     home = House(new_folder())
     home.add_kata("tiny_mean")
     crash = "return 1 / 0"
@@ -227,25 +212,7 @@ def bad_proof() -> tuple[int, str]:
     ]
     home.write("tests/mistakes/tiny_mean.md", MISTAKES + "".join(entries))
     proof = ("tests/specs", "--answers=right,mistakes", "-q", "-rA", "-p", "no:randomly")
-    return home.run("pytest", *proof)
-
-
-def few_causes() -> tuple[int, str]:
-    """The mistakes of the tiny kata, where the first is caught without its cause."""
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
-    specs = re.sub(r"(@pytest\.mark\.(works|survives))", r'\1("mean", 1)', SPECS_1)
-    home.write("tests/specs/tiny_mean/test_part1_mean.py", specs)
-    return home.run("pytest", "tests/specs", "--answers=mistakes", "-q")
-
-
-later("bad proof", bad_proof)
-later("few causes", few_causes)
-
-
-@pytest.mark.timeout(300)
-def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
-    code, out = run_of("bad proof")
+    code, out = home.run("pytest", *proof)
     assert code == 1
     ends = {(name, end) for end, name in re.findall(r"^(PASSED|FAILED|ERROR) \S*/(\w+)", out, re.M)}
     assert ends >= {
@@ -269,7 +236,12 @@ def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
 
 @pytest.mark.timeout(300)
 def test_the_proof_fails_where_too_few_causes_are_named():
-    code, out = run_of("few causes")
+    """The first mistake of the tiny kata is caught without its cause."""
+    home = House(new_folder())
+    home.add_kata("tiny_mean")
+    specs = re.sub(r"(@pytest\.mark\.(works|survives))", r'\1("mean", 1)', SPECS_1)
+    home.write("tests/specs/tiny_mean/test_part1_mean.py", specs)
+    code, out = home.run("pytest", "tests/specs", "--answers=mistakes", "-q")
     assert code == 1
     assert "\n2 passed" in out
     assert "\ntiny_mean: the cause is named in 1 of 2 mistakes (50 %)\n" in out

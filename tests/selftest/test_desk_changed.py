@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 
@@ -9,7 +10,7 @@ import pytest
 
 from desk import source
 from kit.answers.stubs import make_stub
-from selftest.tiny import House, later, new_folder, result
+from selftest.tiny import SOLUTION, house
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,104 +77,55 @@ def test_nothing_is_known_of_a_file_that_cannot_be_read(tmp_path):
     assert source.digests(tmp_path / "none.py") == {}
 
 
-SOLUTION = '''\
-"""Tiny pair."""
+DETAIL_FAILS = ["mean details passed", "mean details failed"]
+DETAIL = SOLUTION.replace("[start, *values]", "values")  # wrong in a detail of part 1
+CORE_2 = SOLUTION.replace("+= self.step", "+= 1")
+TODO_2 = "class Counter" + make_stub(SOLUTION).partition("class Counter")[2]
 
-
-def one(x: int) -> int:
-    """One more."""
-    if x > 99:
-        return x + 1
-    return x + 1
-
-
-def two(x: int) -> int:
-    """Two more."""
-    return x + 2
-'''
-
-SPECS = """\
-import pytest
-
-from kit.laws.checks import check_equal
-
-
-class TestPart{number}:
-    @pytest.mark.works("{name}", "")
-    def test_small(self, answer):
-        check_equal(answer.{name}(3), 3 + {number}, "{name}(3)", cause="x")
-
-    @pytest.mark.survives("{name}", "")
-    def test_large(self, answer):
-        check_equal(answer.{name}(100), 100 + {number}, "{name}(100)", cause="y")
-"""
-
-ROW = """\
-[pair]
-title = "Pair"
-summary = "Tiny"
-parts = [
-    { lap = "core", minutes = 1, title = "one" },
-    { lap = "core", minutes = 1, title = "two" },
-]
-"""
-DETAIL = SOLUTION.replace("x + 1\n", "-x\n", 1)  # one, of a large number
-CORE_2 = SOLUTION.replace("x + 2", "x")
-TODO_2 = make_stub(SOLUTION).partition("def two")[2]
-
-# Each is saved and judged after the other.
+# Each is saved and judged after the other; with what runs until the first failure, in that order.
 STEPS = {
-    "a detail is wrong, and part 2 is not written": DETAIL.partition("def two")[0]
-    + "def two"
-    + TODO_2,
-    "now it is written": DETAIL,
-    "all is right": SOLUTION,
-    "two is wrong": CORE_2,
-    "and so is one, in a detail": DETAIL.replace("x + 2", "x"),
-    "a slip": "def one(:\n",
-    "two is right again": DETAIL,
-    "the detail again": DETAIL.replace("-x", "-x - 1"),
-    "one is right, and two is not": CORE_2,
+    "a detail is wrong, and part 2 is not written": (
+        DETAIL.partition("class Counter")[0] + TODO_2,
+        ["mean core passed", "Counter core not_written"],
+    ),
+    "now it is written": (
+        DETAIL,
+        ["Counter core passed", "mean core passed", "Counter details passed", *DETAIL_FAILS],
+    ),
+    "all is right": (SOLUTION, None),
+    "two is wrong": (CORE_2, ["Counter core failed"]),
+    "and so is one, in a detail": (
+        DETAIL.replace("+= self.step", "+= 1"),
+        ["mean core passed", "Counter core failed"],
+    ),
+    "a slip": ("def one(:\n", None),
+    "two is right again": (
+        DETAIL,
+        ["Counter core passed", "mean core passed", "Counter details passed", *DETAIL_FAILS],
+    ),
+    "the detail again": (DETAIL.replace("fsum(values)", "fsum([*values])"), DETAIL_FAILS),
+    "one is right, and two is not": (
+        CORE_2,
+        ["mean details passed", "mean core passed", "Counter core failed"],
+    ),
 }
 
 
 @cache
 def walk() -> dict[str, list[str]]:
-    """What runs after each save until the first failure, in that order."""
-    home, seen = House(new_folder()), {}
-    home.write("solutions/pair.py", SOLUTION)
-    home.write("katas/pair.py", make_stub(SOLUTION))
-    home.write("katas/hints/pair.md", "# Hints\n\n## Part 1: one\n\n### 1 A\nB\n")
-    for number, name in enumerate(("one", "two"), 1):
-        text = SPECS.format(number=number, name=name)
-        home.write(f"tests/specs/pair/test_part{number}_{name}.py", text)
-    with (home.root / "katas" / "katas.toml").open("a", encoding="utf-8") as rows:
-        rows.write(ROW)
-    for step, text in STEPS.items():
-        home.write("katas/pair.py", text)
-        found = json.loads(home.desk("kata", "pair", "--json")[1])["verdicts"][0]
-        ran = [
-            spec for spec in found["specs"] if spec["result"] in ("passed", "failed", "not_written")
-        ]
-        seen[step] = [f"{s['function']} {s['sentence']} {s['result']}" for s in ran]
+    """What runs after each save."""
+    seen = {}
+    house().add_kata("changed")
+    for step, (text, _) in STEPS.items():
+        house().write("katas/changed.py", text)
+        found = json.loads(house().desk("kata", "changed", "--json")[1])["verdicts"][0]
+        ran = [s for s in found["specs"] if s["result"] in ("passed", "failed", "not_written")]
+        told = (f"{spec['function']} {spec['lap']} {spec['result']}" for spec in ran)
+        seen[step] = [key for key, _ in itertools.groupby(told)]
     return seen
 
 
-later("pair", lambda: (0, json.dumps(walk())))
-
-
-RAN = {
-    "a detail is wrong, and part 2 is not written": "one small passed, two small not_written",
-    "now it is written": "two small passed, one small passed, two large passed, one large failed",
-    "two is wrong": "two small failed",
-    "and so is one, in a detail": "one small passed, two small failed",
-    "two is right again": "two small passed, one small passed, two large passed, one large failed",
-    "the detail again": "one large failed",
-    "one is right, and two is not": "one large passed, one small passed, two small failed",
-}
-
-
-@pytest.mark.parametrize("step", RAN, ids=lambda step: step.replace(" ", "_"))
+@pytest.mark.parametrize("step", [step for step, (_, ran) in STEPS.items() if ran])
 def test_what_has_changed_is_judged_first(step):
     """In the core and then in the details; past the core of all, and what failed last first."""
-    assert ", ".join(json.loads(result("pair")[1])[step]) == RAN[step]
+    assert walk()[step] == STEPS[step][1]

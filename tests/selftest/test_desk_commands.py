@@ -11,13 +11,16 @@ import pytest
 from desk.__main__ import main
 from kit import catalog
 from kit.answers.stubs import is_untouched, make_stub
-from selftest.tiny import HINTS, SOLUTION, House, house, later, new_folder, result, row_of
+from selftest.tiny import HINTS, SOLUTION, House, house, new_folder, row_of
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
 def desk(monkeypatch, tmp_path, capsys):
     """Commands in this process, on a house of its own with the kata tiny."""
     monkeypatch.setattr(catalog, "ROOT", tmp_path)
+    monkeypatch.setattr("desk.kata.judge", lambda *_: pytest.fail("something was run"))
     for name in ("COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "katas" / "hints").mkdir(parents=True)
@@ -41,22 +44,15 @@ def stub(desk):
 
 
 @cache
-def street() -> House:
-    """A house with katas in many states."""
-    home = House(new_folder())
+def walk() -> dict[str, tuple[int, str]]:
+    """Commands one after another on katas in many states, each of which changes what is known."""
+    home, seen = House(new_folder()), {}
     for name in ("solved", "second", "fresh", "broken", "gone"):
         home.add_kata(name)
     home.write("katas/solved.py", SOLUTION)
     home.write("katas/second.py", SOLUTION.replace("self.count += self.step", "self.count += 1"))
     home.write("katas/broken.py", SOLUTION.replace("import math", "import math("))
     (home.root / "katas" / "gone.py").unlink()
-    return home
-
-
-@cache
-def walk() -> dict[str, tuple[int, str]]:
-    """Commands one after another in that house, each of which changes what is known."""
-    home, seen = street(), {}
     seen["fresh board"] = home.desk("board")
     seen["solved"] = home.desk("kata")
     seen["second"] = home.desk("kata")
@@ -64,27 +60,13 @@ def walk() -> dict[str, tuple[int, str]]:
     seen["board"] = home.desk("board")
     seen["hint"] = home.desk("hint")
     seen["second again"] = home.desk("kata", "second")
-    seen["second, part 1"] = home.desk("kata", "2", "1")
-    second = home.root / "katas" / "second.py"
-    second.write_text(SOLUTION.replace("return math.fsum", "return 1 + math.fsum"))
-    seen["part 1 broken"] = home.desk("kata", "second")
     home.write("katas/solved.py", SOLUTION + "# changed\n")
     seen["changed board"] = home.desk("board")
     return seen
 
 
-later("walk", walk)
-later("gpu", lambda: house().desk("gpu"))
-
-
-def walked(name: str) -> tuple[int, str]:
-    """One step of the walk."""
-    return result("walk")[name]
-
-
-@pytest.mark.timeout(300)
-def test_the_board_tells_every_state_apart():
-    code, out = walked("board")
+def test_the_board_tells_every_state_apart_judges_nothing_and_says_what_has_changed():
+    code, out = walk()["board"]
     assert code == 0
     for row in (
         r"1 +Solved +passed \(1 not checked\) +solved\.py",
@@ -97,19 +79,14 @@ def test_the_board_tells_every_state_apart():
     assert "Next:    fix Counter in katas/second.py:" in out
     assert "then:    nox -s kata -- second\n" in out
     assert max(map(len, out.splitlines())) <= 100
-
-
-@pytest.mark.timeout(300)
-def test_the_board_judges_nothing_and_says_what_has_changed():
-    out = walked("fresh board")[1]
+    out = walk()["fresh board"][1]
     assert re.search(r"1 +Solved +begun, not judged yet ", out)
     assert "Next:    nox -s kata -- solved\n" in out
-    assert re.search(r"1 +Solved +changed since \(was: passed\) ", walked("changed board")[1])
+    assert re.search(r"1 +Solved +changed since \(was: passed\) ", walk()["changed board"][1])
 
 
-@pytest.mark.timeout(300)
 def test_without_a_name_the_next_unsolved_kata_is_judged_and_no_other():
-    code, out = walked("solved")
+    code, out = walk()["solved"]
     assert code == 0
     assert out.startswith("Solved (solved) - judging katas/solved.py on cpu\n")
     assert "Verdict: passed (9 passed, 1 not checked)" in out
@@ -119,57 +96,31 @@ def test_without_a_name_the_next_unsolved_kata_is_judged_and_no_other():
     assert "aloud: solutions/solved.py\n" in out
     assert "  - Why not `statistics.fmean`, which does the same?\n  - What of a stream?\n\n" in out
     assert out.endswith("Next:    nox -s kata   (the next unsolved kata)\n")
-    code, out = walked("second")
+    code, out = walk()["second"]
     assert code == 1
     head = "solved: passed (1 not checked), unchanged\n\nSecond (second) - judging katas/second.py"
     assert out.startswith(head)
     assert out.count("  FAIL  ") == 1
-    assert "Core part 1 passed: 4 specs (0." in out
+    assert re.search(r"Core part 1 passed: 4 specs \(\d+\.\d s\)\n", out)
     assert "FAIL  works     counts in steps" in out
     assert "not run: 1 more spec of core part 2\n" in out
     assert "(4 passed, 1 failed, 4 not run, 1 not checked)" in out
     assert "fresh" not in out
 
 
-@pytest.mark.timeout(300)
-def test_what_has_passed_with_this_very_code_does_not_run_again():
-    out = walked("second again")[1]
+def test_what_has_passed_does_not_run_again_and_a_hint_is_for_the_part_in_hand():
+    out = walk()["second again"][1]
     assert "\n\nCore part 1 passed: 4 specs (unchanged)\nCore part 2 of 2: Counter" in out
     assert "(4 passed, 1 failed, 4 not run, 1 not checked)" in out
-
-
-@pytest.mark.timeout(300)
-def test_a_hint_without_a_name_is_for_the_part_in_hand():
-    code, out = walked("hint")
+    code, out = walk()["hint"]
     assert code == 0
     assert out.startswith("Second, part 2: Counter - hint 1 of 1\n")
 
 
-@pytest.mark.timeout(300)
-def test_one_part_alone_is_no_verdict_on_the_kata():
-    code, out = walked("second, part 1")
-    assert code == 0
-    assert "Core part 1 passed: 4 specs (0." in out
-    assert "Details of part 1 of 2: mean - the middle of some numbers\n" in out
-    assert "part 2" not in out
-    assert "Verdict: part 1 of 2 passed (6 passed)\n" in out
-    assert "Next:    nox -s kata -- second 2\n" in out
-
-
-@pytest.mark.timeout(300)
-def test_the_part_that_failed_last_runs_first():
-    code, out = walked("part 1 broken")
-    assert code == 1
-    assert out.index("Core part 2 passed: 2 specs") < out.index("Core part 1 of 2: mean")
-    assert "Verdict: failing at part 1 of 2 (2 passed, 1 failed, 6 not run, 1 not checked)" in out
-
-
-@pytest.mark.timeout(300)
 def test_without_a_gpu_that_is_said_and_nothing_is_judged():
-    torch = importlib.import_module("torch")
-    if torch.cuda.is_available():
+    if importlib.import_module("torch").cuda.is_available():
         pytest.skip("there is a GPU here")
-    code, out = result("gpu")
+    code, out = house().desk("gpu")
     assert code == 1
     assert out.startswith("There is no CUDA GPU that torch can use here, so nothing was judged")
     assert "Verdict" not in out
@@ -186,23 +137,18 @@ def test_an_unknown_kata_is_answered_with_the_nearest(desk):
 def test_an_unknown_part_is_answered_with_those_there_are(desk, part):
     expected = (2, f"tiny has no part {part}: there are parts 1 to 2\n")
     assert desk("kata", "1", part) == expected
+    assert desk("hint", "tiny", part) == expected
 
 
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [
-        ("solutoins", "did you mean solutions?"),
-        ("katas/nowhere.py", "there is no such file"),
-        (".", "it is a folder"),
-    ],
-)
-def test_answers_that_are_not_there_are_refused(desk, answers, words):
-    code, out = desk("kata", "tiny", "--answers", answers)
-    assert code == 2
-    assert words in out
-
-
-def test_a_file_without_a_kata_must_be_told_its_kata(desk, tmp_path):
+def test_answers_that_are_not_there_are_refused_and_a_file_needs_its_kata(desk, tmp_path):
+    for answers, words in {
+        "solutoins": "did you mean solutions?",
+        "katas/nowhere.py": "there is no such file",
+        ".": "it is a folder",
+    }.items():
+        code, out = desk("kata", "tiny", "--answers", answers)
+        assert code == 2
+        assert words in out
     path = tmp_path / "mine.py"
     path.write_text(SOLUTION)
     code, out = desk("kata", "--answers", str(path))
@@ -210,7 +156,23 @@ def test_a_file_without_a_kata_must_be_told_its_kata(desk, tmp_path):
     assert "say which kata" in out
 
 
-def test_hints_go_up_one_rung_at_a_time(desk):
+def test_a_file_for_ci_replaces_no_other_and_is_refused_where_it_cannot_be(desk, tmp_path):
+    path = tmp_path / "katas" / "tiny.py"
+    path.write_text("mine")
+    words = f"--junitxml wants a file that ends in .xml, not {str(path)!r}\n"
+    assert desk("kata", "tiny", "--junitxml", str(path)) == (2, words)
+    assert path.read_text() == "mine"
+    (tmp_path / "folder.xml").mkdir()
+    code, words = desk("kata", "tiny", "--junitxml", str(tmp_path / "folder.xml"))
+    assert code == 2
+    assert words.startswith("--junitxml cannot write ")
+    with (tmp_path / "katas" / "katas.toml").open("a") as rows:
+        rows.write(row_of("other"))
+    words = "--junitxml is for one kata: nox -s kata -- NAME --junitxml=FILE\n"
+    assert desk("kata", "--junitxml=all.xml") == (2, words)
+
+
+def test_hints_go_up_one_rung_at_a_time_and_end(desk):
     code, out = desk("hint", "tiny", "1", "2")
     assert code == 0
     assert "`[1e100, 1.0, -1e100]`" in out
@@ -219,15 +181,8 @@ def test_hints_go_up_one_rung_at_a_time(desk):
     assert desk("hint", "1", "1", "2") == (code, out)
     assert desk("hint")[1].startswith("Tiny, part 1: mean - hint 1 of 4\n")
     assert "This was the last hint of part 1" in desk("hint", "tiny", "1", "4")[1]
-
-
-def test_hints_that_are_not_there_are_answered_with_what_is(desk):
-    assert desk("hint", "1", "two")[1] == "tiny has no part two: there are parts 1 to 2\n"
-    assert desk("hint", "tiny", "3") == (2, "tiny has no part 3: there are parts 1 to 2\n")
-    assert (
-        desk("hint", "tiny", "1", "5")[1]
-        == "part 1 of tiny has no rung 5: there are rungs 1 to 4\n"
-    )
+    words = "part 1 of tiny has no rung 5: there are rungs 1 to 4\n"
+    assert desk("hint", "tiny", "1", "5") == (2, words)
     catalog.find_kata("tiny").hints.unlink()
     code, out = desk("hint", "tiny")
     assert code == 2
@@ -242,14 +197,6 @@ def test_reset_writes_a_missing_stub_and_an_untouched_one(desk, stub):
     assert stub.read_text() == make_stub(SOLUTION)
 
 
-def test_reset_refuses_somebodys_work(desk, stub):
-    stub.write_text("mine")
-    code, out = desk("reset", "tiny")
-    assert code == 1
-    assert "katas/tiny.py has somebody's work in it and was left as it is." in out
-    assert stub.read_text() == "mine"
-
-
 def test_reset_by_force_keeps_every_old_file(desk, stub):
     for work in ("first", "second"):
         stub.write_text(work)
@@ -260,16 +207,15 @@ def test_reset_by_force_keeps_every_old_file(desk, stub):
     assert not list(stub.parent.glob(".*"))
 
 
-def test_reset_of_every_kata_goes_on_after_a_refusal(desk, stub):
+def test_reset_refuses_somebodys_work_and_goes_on_with_the_next(desk, stub):
     with (catalog.ROOT / "katas" / "katas.toml").open("a") as rows:
         rows.write(row_of("other"))
     (catalog.ROOT / "solutions" / "other.py").write_text(SOLUTION)
     stub.write_text("mine")
-    assert desk("reset", "--every")[0] == 1
+    code, out = desk("reset", "--every")
+    assert code == 1
+    assert "katas/tiny.py has somebody's work in it and was left as it is." in out
     assert stub.read_text() == "mine"
     assert is_untouched(stub.with_name("other.py"))
-
-
-def test_reset_wants_a_name_or_every(desk):
     assert desk("reset")[0] == 2
     assert desk("reset", "tiny", "--every")[0] == 2

@@ -40,13 +40,10 @@ def test_a_bar_far_above_the_reference_is_a_question(shown):
     assert "bare" not in out
 
 
-def test_of_several_cases_the_worst_is_shown(shown):
+def test_of_several_cases_and_of_many_bars_the_worst_are_shown(shown):
     out = shown(_figure("peak", 10, 10, "bf16"), _figure("peak", 12, 10, "fp16"))
     assert "peak (fp16)" in out
     assert "bf16" not in out
-
-
-def test_many_bars_are_cut_to_the_worst(shown):
     out = shown(*(_figure(f"bar {number}", 100 + number, 100) for number in range(12)))
     assert "bar 11" in out
     assert "bar 0 " not in out

@@ -9,37 +9,34 @@ from __future__ import annotations
 import os
 import re
 import signal
-from functools import partial
+from functools import cache
 
 import pytest
 
-from selftest.tiny import House, hears_ctrl_c, house, later, new_folder, result, wait_for
-from selftest.tiny_answers import ANSWERS, block, judge, line_of, seen
+from selftest.tiny import House, hears_ctrl_c, house, new_folder, wait_for
+from selftest.tiny_answers import ANSWERS, block, judge_text, line_of
 
 pytestmark = pytest.mark.timeout(300)
 
-
-for name, (_, arguments) in ANSWERS.items():
-    later(name, partial(judge, name, *arguments))
-later("untouched", lambda: house().desk("kata", "tiny_mean"))
-REFERENCE = ("kata", "tiny_mean", "--answers", "solutions")
-later("reference", lambda: house().desk(*REFERENCE))
-later("every line", lambda: house().desk(*REFERENCE, "-v"))
+_OTHERS = {
+    "untouched": (),
+    "reference": ("--answers", "solutions"),
+    "every line": ("--answers", "solutions", "-v"),
+}
 
 
-def two_answers() -> tuple[int, str]:
-    """In the first `mean` fails by its Counter; in the second by itself, beside a Counter."""
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
-    first = ANSWERS["counts"][0]
-    second = first.replace("self.step + 1", "self.step * 1").replace("/ len(values)", "* 2")
-    for name, text in {"first": first, "second": second}.items():
-        home.write(f"{name}.py", text)
-    proof = ("--answers=first.py,second.py", "-qrN", "-p", "no:randomly", "-k", "three")
-    return home.run("pytest", "tests/specs", *proof)
-
-
-later("two answers", two_answers)
+@cache
+def seen(name: str) -> tuple[int, str]:
+    """The exit code and the screen of one run, which never breaks the form of a screen."""
+    if name in ANSWERS:
+        text, arguments = ANSWERS[name]
+        code, out = judge_text(name, text, *arguments)
+    else:
+        code, out = house().desk("kata", "tiny_mean", *_OTHERS[name])
+    assert max(map(len, out.splitlines())) <= 100, out
+    assert "\x1b" not in out
+    assert "Traceback" not in out
+    return code, out
 
 
 def test_an_untouched_stub_is_not_written_yet():
@@ -57,26 +54,22 @@ def test_an_untouched_stub_is_not_written_yet():
     assert "nox -s hint -- tiny_mean 1" in out
 
 
-def test_the_reference_passes_and_says_what_was_not_checked():
+def test_the_reference_passes_and_what_passes_folds_to_a_line_but_for_the_last():
     code, out = seen("reference")
     assert code == 0
     assert out.startswith("Tiny mean (tiny_mean) - judging solutions/tiny_mean.py on cpu\n")
-    assert "FAIL" not in out
-    assert "not checked (needs a CUDA GPU): 1 spec\n  - saves on a gpu" in out
-    assert "Verdict: passed (9 passed, 1 not checked)" in out
-    assert re.search(r"Time: +\d+\.\d s\n", out)
-
-
-def test_what_passes_folds_to_a_line_and_the_last_one_is_shown():
-    out = seen("reference")[1]
     folded, _, shown = out.partition("Details of part 2 of 2: Counter - steps of a given size\n")
-    assert re.sub(r"0\.\d s", "0.1 s", folded.partition("\n\n")[2]) == (
+    assert re.sub(r"\d+\.\d s", "0.1 s", folded.partition("\n\n")[2]) == (
         "Core part 1 passed: 4 specs (0.1 s)\n"
         "Core part 2 passed: 2 specs (0.1 s)\n"
         "Details of part 1 passed: 2 specs (0.1 s)\n"
     )
     assert shown.count("  pass  ") == 1
+    assert "FAIL" not in out
     assert "holds few bytes" not in out
+    assert "not checked (needs a CUDA GPU): 1 spec\n  - saves on a gpu" in out
+    assert "Verdict: passed (9 passed, 1 not checked)" in out
+    assert re.search(r"Time: +\d+\.\d s\n", out)
 
 
 def test_a_function_that_makes_the_spec_of_another_fail_is_named_and_judged_next():
@@ -102,22 +95,24 @@ def test_a_part_that_has_passed_does_not_show_what_its_function_should_do():
 
 
 def test_what_is_wrong_in_one_answer_is_not_blamed_in_the_next():
-    code, out = result("two answers")
+    """In the first `mean` fails by its Counter; in the second by itself, beside a Counter."""
+    first = ANSWERS["counts"][0]
+    second = first.replace("self.step + 1", "self.step * 1").replace("/ len(values)", "* 2")
+    for name, text in {"first": first, "second": second}.items():
+        house().write(f"{name}.py", text)
+    proof = ("--answers=first.py,second.py", "-qrN", "-p", "no:randomly", "-k", "three")
+    code, out = house().run("pytest", "tests/specs/tiny_mean", *proof)
     assert code == 1
     assert out.count("with the reference's in its place") == 1
     assert "2 failed" in out
 
 
-def test_every_spec_and_every_bar_is_shown_if_asked():
+def test_every_spec_and_every_bar_is_shown_if_asked_and_a_bar_where_it_fails():
     out = seen("every line")[1]
     assert out.count("  pass  ") == 8
     assert "pass  works     is the sum over the count (three, one)\n" in out
     assert "Core part 1 of 2: mean - the middle of some numbers\n" in out
-
-
-def test_a_bar_is_shown_when_it_holds_and_when_it_does_not():
-    held = block(seen("every line")[1], "holds few bytes")
-    broken = block(seen("all")[1], "holds few bytes")
+    held, broken = (block(text, "holds few bytes") for text in (out, seen("all")[1]))
     for text in (held, broken):
         assert re.search(r"plain +4\.00 KiB  #{44}\n", text)
         assert re.search(r"reference +1\.95 KiB  #{21}\n", text)
@@ -127,7 +122,7 @@ def test_a_bar_is_shown_when_it_holds_and_when_it_does_not():
     assert "expected  peak of at most 2.40 KiB (0.6 * plain)" in broken
 
 
-def test_all_goes_on():
+def test_all_goes_on_after_every_kind_of_failure_and_each_is_told_with_its_line():
     code, out = seen("all")
     assert code == 1
     assert out.count("  FAIL  ") == 8, out
@@ -136,69 +131,42 @@ def test_all_goes_on():
     assert "then:    nox -s kata -- tiny_mean --answers answers/all.py\n" in out
     assert "a hint:  nox -s hint -- tiny_mean 1\n" in out
 
+    def told(sentence: str, line: str, *words: str, where: str = "mean") -> None:
+        text = block(out, sentence)
+        assert f"at        answers/all.py:{line_of('all', line)} in {where}" in text
+        for each in words:
+            assert each in text
 
-def test_an_exception_is_told_with_the_line_of_the_candidate_and_what_was_printed():
-    text = block(seen("all")[1], "is the sum over the count (three)")
-    assert "got       KeyError: 'key'" in text
-    assert f"at        answers/all.py:{line_of('all', 'return {}')} in mean" in text
-    assert 'return {}["key"]' in text
-    assert "printed   mean of [1.0, 2.0, 6.0]" in text
-
-
-def test_a_wrong_number_is_told_with_the_definition():
-    text = block(seen("all")[1], "starts where it is told")
-    for line in ("expected  the mean = 3.0", "got       7.0", "perhaps   start is not used"):
-        assert line in text
-    assert f"at        answers/all.py:{line_of('all', 'def mean')} in mean" in text
-
-
-def test_an_exit_in_a_call_is_a_failure():
-    text = block(seen("all")[1], "is the sum over the count (one)")
-    assert "got       SystemExit: 0" in text
-    assert f"at        answers/all.py:{line_of('all', 'sys.exit(0)')} in mean" in text
-
-
-def test_an_endless_loop_is_a_time_out_with_its_line():
-    text = block(seen("all")[1], "loses no digits")
+    told("is the sum over the count (three)", "return {}", "got       KeyError: 'key'")
+    told("is the sum over the count (three)", "return {}", 'return {}["key"]')
+    told("is the sum over the count (three)", "return {}", "printed   mean of [1.0, 2.0, 6.0]")
+    told("is the sum over the count (one)", "sys.exit(0)", "got       SystemExit: 0")
+    wrong = ("expected  the mean = 3.0", "got       7.0", "perhaps   start is not used")
+    told("starts where it is told", "def mean", *wrong)
+    signature = ("expected  Counter(step)", "got       Counter(size, step)", "missing 1 required")
+    told("counts in steps", "def __init__", *signature, where="Counter.__init__")
+    text = block(out, "loses no digits")
     assert "time-out: still running after 3 s" in text
     first = line_of("all", "while True")
     assert re.search(rf"at        answers/all\.py:({first}|{first + 1}) in mean", text)
 
 
-def test_a_wrong_signature_is_shown_beside_the_one_of_the_stub():
-    text = block(seen("all")[1], "counts in steps")
-    assert "expected  Counter(step)" in text
-    assert "got       Counter(size, step)" in text
-    assert "missing 1 required" in text
-    assert f"at        answers/all.py:{line_of('all', 'def __init__')} in Counter.__init__" in text
-
-
-def test_a_skip_is_a_failure():
-    text = block(seen("odd")[1], "is the sum over the count (three)")
+def test_a_skip_fails_what_is_odd_keeps_the_form_and_what_is_not_written_is_counted_apart():
+    code, out = seen("odd")
+    assert code == 1
+    text = block(out, "is the sum over the count (three)")
     assert "SkipTest: nothing to see here" in text
     assert "ends the spec before it has checked anything" in text
-    assert "1 not checked" in seen("odd")[1]
-
-
-def test_long_and_coloured_words_of_a_candidate_keep_the_form():
-    text = block(seen("odd")[1], "is the sum over the count (one)")
+    text = block(out, "is the sum over the count (one)")
     assert "ValueError: yyy" in text
     assert text.count("\n") < 20
     assert "printed   red xxx" in text
-
-
-def test_a_missing_method_is_told_with_the_nearest_name():
-    text = block(seen("odd")[1], "counts in steps")
+    text = block(out, "counts in steps")
     assert "expected  Counter.add()" in text
     assert "does not define Counter.add, but Counter.ad" in text
     assert f"answers/odd.py:{line_of('odd', 'def ad(self)')}" in text
-
-
-def test_what_is_not_written_is_counted_apart():
-    code, out = seen("odd")
-    assert code == 1
     assert "TODO  exact     knows its limits" in out
-    assert "1 not written" in out
+    assert "1 not written, 1 not checked" in out
 
 
 @pytest.mark.parametrize(
@@ -207,8 +175,6 @@ def test_what_is_not_written_is_counted_apart():
         ("import_error", "import error", "No module named 'einops_is_not_here'", "import einops"),
         ("import_loop", "time-out", "time-out: still running after 1.5 s", "# for ever"),
         ("syntax", "syntax error", "SyntaxError: expected ':'", "def add"),
-        ("indent", "syntax error", "IndentationError: unexpected indent", "  return 2"),
-        ("empty", "unreadable file", "the file is empty", ""),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_told_once(name, kind, words, line):
@@ -218,10 +184,9 @@ def test_a_file_that_cannot_be_imported_is_told_once(name, kind, words, line):
     assert words in out
     assert "FAIL" not in out
     assert f"Verdict: broken file: {kind}" in out
-    if line:
-        number = line_of(name, line)
-        near = f"({number - 1}|{number})" if name == "import_loop" else str(number)
-        assert re.search(rf"at        answers/{name}\.py:{near}\b", out)
+    number = line_of(name, line)
+    near = f"({number - 1}|{number})" if name == "import_loop" else str(number)
+    assert re.search(rf"at        answers/{name}\.py:{near}\b", out)
 
 
 def test_a_syntax_error_has_a_caret_under_its_place():
@@ -241,26 +206,21 @@ def test_a_loop_that_swallows_the_time_out_is_ended_from_outside():
     assert int(found.group(1)) in loop
 
 
-def test_a_process_that_ends_early_with_code_0_is_no_pass():
-    code, out = seen("vanish")
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("vanish", "the process ended during this spec (exit code 0)", "def mean"),
+        ("crash", "the process ended during this spec (signal 11, SIGSEGV)", "string_at"),
+        ("interrupt", "KeyboardInterrupt", "raise Keyb"),
+    ],
+)
+def test_what_ends_the_process_is_a_failure_with_its_line(name, words, line):
+    code, out = seen(name)
     assert code == 1
-    assert "the process ended during this spec (exit code 0)" in out
-    assert f"at        answers/vanish.py:{line_of('vanish', 'def mean')} in mean" in out
-    assert "Verdict: failing at part 1 of 2: process ended" in out
-
-
-def test_a_crash_in_native_code_is_told_with_its_line():
-    code, out = seen("crash")
-    assert code == 1
-    assert "the process ended during this spec (signal 11, SIGSEGV)" in out
-    assert f"at        answers/crash.py:{line_of('crash', 'string_at')} in mean" in out
-
-
-def test_an_interrupt_by_the_answer_is_a_failure():
-    code, out = seen("interrupt")
-    assert code == 1
-    assert "KeyboardInterrupt" in out
-    assert f"at        answers/interrupt.py:{line_of('interrupt', 'raise Keyb')} in mean" in out
+    assert words in out
+    assert f"at        answers/{name}.py:{line_of(name, line)} in mean" in out
+    if name != "interrupt":
+        assert "Verdict: failing at part 1 of 2: process ended" in out
 
 
 def test_a_thread_left_running_does_not_hold_the_verdict():
@@ -290,43 +250,28 @@ def test_ctrl_c_leaves_nothing_behind():
         os.kill(int(note.read_text()), 0)
 
 
-def broken_spec() -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def broken() -> House:
     home = House(new_folder())
     home.add_kata("broken")
-    home.write("tests/specs/broken/test_part1_mean.py", "1 / 0\n")
-    return home.desk("kata", "broken")
-
-
-later("broken spec", broken_spec)
-
-
-def broken_torch(text: str) -> tuple[int, str]:
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
-    home.write("tests/torch.py", text)
-    return home.desk("kata", "tiny_mean")
-
-
-later("torch ends the process", lambda: broken_torch("import os; os._exit(7)\n"))
-later("torch raises", lambda: broken_torch("raise OSError('libtorch is not here')\n"))
+    return home
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("path", "text", "words"),
     [
-        ("torch ends the process", "the warm process could not be started"),
-        ("torch raises", "OSError: libtorch is not here"),
+        ("torch.py", "import os; os._exit(7)\n", "the warm process could not be started"),
+        ("torch.py", "raise OSError('no libtorch')\n", "OSError: no libtorch"),
+        ("specs/broken/test_part1_mean.py", "1 / 0\n", "ZeroDivisionError"),
     ],
 )
-def test_a_torch_that_cannot_be_imported_is_told_at_once(name, words):
-    code, out = seen(name)
+def test_a_torch_or_a_spec_that_cannot_be_imported_is_the_fault_of_the_judge(
+    broken, path, text, words
+):
+    file = broken.write(f"tests/{path}", text)
+    code, out = broken.run("desk", "kata", "broken")
+    file.unlink()
     assert code == 1
     assert "The judge itself failed; this says nothing about the answer:" in out
     assert words in out
-
-
-def test_a_broken_spec_is_the_fault_of_the_judge():
-    code, out = seen("broken spec")
-    assert code == 1
-    assert "The judge itself failed; this says nothing about the answer:" in out
-    assert "ZeroDivisionError" in out
+    assert "Traceback" not in out

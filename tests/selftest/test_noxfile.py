@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 
 import pytest
 
 from desk.__main__ import parse
 from kit.catalog import ROOT
-from selftest.tiny import House, hears_ctrl_c, later, new_folder, result
+from selftest.tiny import House, hears_ctrl_c, new_folder, wait_for
 
 pytest.importorskip("nox")
 pytestmark = pytest.mark.timeout(300)
@@ -31,44 +30,27 @@ def home() -> House:
     return house
 
 
-def _nox(*arguments: str) -> tuple[int, str]:
-    return home().run("nox", "--no-venv", *arguments)
-
-
-later("nox kata", lambda: _nox("-s", "kata", "--", "tiny_mean"))
-later("nox misuse", lambda: _nox("-s", "kata", "--", "nope"))
-later("nox without hyphens", lambda: _nox("-s", "kata", "tiny_mean", "2"))
-later("plain pytest", lambda: home().run("pytest"))
-
-
 def test_the_exit_code_is_the_desks_and_the_verdict_is_the_last_word():
-    code, out = result("nox kata")
+    code, out = home().run("nox", "--no-venv", "-s", "kata", "--", "tiny_mean")
     assert code == 1, out
     assert out.endswith("a hint:  nox -s hint -- tiny_mean 1\n")
 
 
-def test_misuse_is_told_by_the_desk_alone():
-    code, out = result("nox misuse")
-    assert code == 2
-    assert out.splitlines()[1:] == ["no kata is named 'nope'; did you mean tiny_mean?"]
-
-
-def test_json_is_alone_on_stdout():
-    environment = {**os.environ, "PYTHONPATH": str(home().root / "tests")}
+def test_misuse_is_told_by_the_desk_alone_and_json_is_alone_on_stdout():
     done = subprocess.run(
-        [sys.executable, "-m", "nox", "--no-venv", "-s", "board", "--", "--json"],
+        [sys.executable, "-m", "nox", "--no-venv", "-s", "kata", "--", "nope", "--json"],
         cwd=home().root,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(home().root / "tests")},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["command"] == "board"
-    assert done.stderr.startswith("nox > ")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"] == "no kata is named 'nope'; did you mean tiny_mean?"
+    assert re.fullmatch(r"nox > .*\n", done.stderr)
 
 
 def test_what_stands_before_the_hyphens_is_answered_with_the_line_that_works():
-    code, out = result("nox without hyphens")
+    code, out = home().run("nox", "--no-venv", "-s", "kata", "tiny_mean", "2")
     assert code == 2
     assert out.endswith(": nox -s kata -- tiny_mean 2\n")
     assert "Sessions not found" not in out
@@ -90,35 +72,25 @@ def test_what_the_readme_says_can_be_typed(capsys):
 
 
 def test_ctrl_c_is_told_by_the_desk_alone():
+    path = home().write("answers/endless.py", "open('begun', 'w').close()\nwhile True:\n    pass\n")
+    begun = home().root / "begun"
+    command = ("nox", "--no-venv", "-s", "kata", "--", "tiny_mean", "--answers", str(path))
     for _ in range(3):  # where the desk is gone before nox hears of it, CPython loses its exit code
-        code, out = interrupted_session()
+        begun.unlink(missing_ok=True)
+        with hears_ctrl_c():
+            process = home().start(*command, new_group=True)
+        wait_for(begun.exists)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to nox and to the desk
+        out, _ = process.communicate(timeout=200)
         assert "Stopped; nothing was left running.\n" in out
-        if code != 0:
+        if process.returncode != 0:
             break
-    assert code == 130, out
+    assert process.returncode == 130, out
     assert out.endswith("Stopped; nothing was left running.\n")
 
 
-def interrupted_session() -> tuple[int, str]:
-    path = home().write("answers/endless.py", "open('begun', 'w').close()\nwhile True:\n    pass\n")
-    begun = home().root / "begun"
-    begun.unlink(missing_ok=True)
-    with hears_ctrl_c():
-        process = home().start(
-            *("nox", "--no-venv", "-s", "kata", "--", "tiny_mean", "--answers", str(path)),
-            new_group=True,
-        )
-    end = time.monotonic() + 60
-    while not begun.exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to nox and to the desk
-    out, _ = process.communicate(timeout=200)
-    return process.returncode, out
-
-
 def test_plain_pytest_on_untouched_stubs_is_one_sentence():
-    code, out = result("plain pytest")
+    code, out = home().run("pytest")
     assert code == 4
     assert "ERROR: nothing is written in katas/ yet, so there is nothing to test." in out
     assert "FAILED" not in out

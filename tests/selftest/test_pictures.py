@@ -13,10 +13,11 @@ from rich.table import Table
 from desk.pictures import PICTURES, Recording, folder, lines
 from kit.answers.figures import is_tested_torch
 from kit.catalog import ROOT
-from selftest.tiny import later, result
 
 
-def _check() -> tuple[int, str]:
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not is_tested_torch(), reason="another torch has other specs and other bytes")
+def test_the_pictures_show_what_the_commands_print():
     done = subprocess.run(
         [sys.executable, "-m", "desk.pictures", "--check"],
         cwd=ROOT,
@@ -25,18 +26,7 @@ def _check() -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return done.returncode, done.stdout
-
-
-if is_tested_torch():
-    later("pictures", _check)
-
-
-@pytest.mark.timeout(300)
-def test_the_pictures_show_what_the_commands_print():
-    if not is_tested_torch():
-        pytest.skip("another torch has other specs that it cannot show, or needs other bytes")
-    assert result("pictures") == (0, "")
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_each_picture_is_in_the_readme_with_its_text():

@@ -68,7 +68,7 @@ def test_a_proof_fails_where_a_figure_is_another():
     home.add_kata("tiny_mean")
     home.write("solutions/tiny_mean.md", WALK_THROUGH.replace("2,000", "1,487"))
     proof = ("pytest", "tests/specs", "--answers=solutions,mistakes", "-q", "-rN")
-    code, out = home.run(*proof, "-n1", "--dist=loadfile")
+    code, out = home.run(*proof, "-n1", "--dist=loadfile")  # figures come from another process
     assert code == 1
     assert "\ntiny_mean.md: part 1, peak: reference is 2,000, not 1,487\n" in out
     assert " failed" not in out

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
@@ -35,31 +35,25 @@ _IDLE = 3  # processes: the watch, the warm one, the tracker of the library
 _READY = _IDLE + (2 if len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) > 1 else 1)
 
 
-def _house() -> House:
-    home = House(new_folder())
-    for name in ("tiny_mean", "tiny_other"):
-        home.add_kata(name)
-    (home.root / "tmp").mkdir()
-    return home
-
-
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Terminal]:
-    watch = Terminal(_house(), "watch", "tiny_mean")
+def watch() -> Iterator[Terminal]:
+    home = House(new_folder())
+    for name in ("tiny_mean", "tiny_other", "tiny_third"):
+        home.add_kata(name)
+    watch = Terminal(home, "watch", "tiny_mean")
     watch.until(KEYS)
     yield watch
     watch.close()
 
 
-@pytest.fixture
-def watch(shared: Terminal) -> Terminal:
-    """A watch on a kata that is wrong in the details of part 1."""
-    shared.save(WRONG)
-    assert "failing at the details of part 1 of 2" in shared.verdict()
-    return shared
+def fail(watch: Terminal) -> None:
+    """Have a verdict on an answer that is wrong in the details of part 1."""
+    watch.save(WRONG)
+    assert "failing at the details of part 1 of 2" in watch.verdict()
 
 
-def test_edit_fail_fix_pass(watch: Terminal) -> None:
+def test_edit_fail_fix_pass_and_the_part_that_failed_is_judged_first(watch: Terminal) -> None:
+    fail(watch)
     watch.save(in_mean("return 7.0"))
     seen = watch.verdict()
     assert "FAIL  survives  starts where it is told" in seen
@@ -72,9 +66,6 @@ def test_edit_fail_fix_pass(watch: Terminal) -> None:
     assert "Verdict: passed (9 passed, 1 not checked)" in seen
     assert "solutions/tiny_mean.py" in seen
     assert "press n for the next kata" in seen
-
-
-def test_the_part_that_failed_is_judged_first(watch: Terminal) -> None:
     watch.save(answer(("self.count += self.step", "self.count += 1")))
     assert "failing at part 2 of 2" in watch.verdict()
     watch.save(answer(("self.count += self.step", "self.count += 2")))
@@ -114,31 +105,21 @@ def _back_up(path: Path, text: str) -> None:
     path.with_name(f"#{path.name}#").unlink()
 
 
-@pytest.mark.parametrize("how", [_replace, _rename, _truncate, _delete, _back_up])
-def test_every_way_to_save_is_one_verdict(
-    watch: Terminal, how: Callable[[Path, str], None]
-) -> None:
-    watch.save(SOLUTION, how)
-    assert "Verdict: passed" in watch.verdict()
-    with pytest.raises(pexpect.TIMEOUT):
-        watch.screen.expect_exact("Verdict", timeout=0.6)
+def test_every_way_to_save_is_one_verdict(watch: Terminal) -> None:
+    for how in (_replace, _rename, _truncate, _delete, _back_up):
+        watch.save(SOLUTION, how)
+        assert "Verdict: passed" in watch.verdict(), how
+        with pytest.raises(pexpect.TIMEOUT):
+            watch.screen.expect_exact("Verdict", timeout=0.6)
 
 
-def test_a_file_that_is_gone_and_comes_back(watch: Terminal) -> None:
+def test_a_file_that_is_gone_or_broken_and_a_save_during_a_run(watch: Terminal) -> None:
     watch.path.unlink()
     assert "katas/tiny_mean.py is gone. Save it again, or press r" in watch.until(KEYS)
-    watch.save(SOLUTION)
-    assert "Verdict: passed" in watch.verdict()
-
-
-def test_a_syntax_error_is_shown_with_its_line(watch: Terminal) -> None:
     watch.save(answer(("import math", "import math(")))
     seen = watch.verdict()
     assert "This file cannot be judged: syntax error" in seen
     assert "at        katas/tiny_mean.py:5" in seen
-
-
-def test_a_save_during_a_run_begins_another(watch: Terminal) -> None:
     watch.save(in_mean("while True:", "    pass"))
     watch.until("judging")
     watch.save(SOLUTION)
@@ -147,27 +128,23 @@ def test_a_save_during_a_run_begins_another(watch: Terminal) -> None:
     assert "Verdict: passed" in seen
 
 
-def test_processes_that_have_collected_judge_the_next_save_unless_a_spec_has_changed() -> None:
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
-    watch = Terminal(home, "watch", "tiny_mean")
-    try:
-        watch.until(KEYS)
-        wait_for(lambda: len(watch.family()) == _READY)
-        ready = {*watch.family()}
-        watch.save(in_mean("while True:", "    pass"))  # so that none is ready for the next yet
-        watch.until("judging")
-        assert {*watch.family()} <= ready
-        watch.save(WRONG)
-        assert "starts where it is told" in watch.verdict()
-        spec = home.root / "tests" / "specs" / "tiny_mean" / "test_part1_mean.py"
-        text = spec.read_text(encoding="utf-8")
-        wait_for(lambda: len(watch.family()) == _READY)
-        spec.write_text(text.replace("[1.0], start=2.0), 3.0", "[1.0], start=2.0), 1.0"))
-        watch.save(WRONG)
-        assert "Verdict: passed" in watch.verdict()
-    finally:
-        watch.close()
+def test_processes_that_have_collected_judge_the_next_save_unless_a_spec_has_changed(
+    watch: Terminal,
+) -> None:
+    fail(watch)
+    wait_for(lambda: len(watch.family()) == _READY)
+    ready = {*watch.family()}
+    watch.save(in_mean("while True:", "    pass"))  # so that none is ready for the next yet
+    watch.until("judging")
+    assert {*watch.family()} <= ready
+    fail(watch)
+    spec = watch.home.root / "tests" / "specs" / "tiny_mean" / "test_part1_mean.py"
+    text = spec.read_text(encoding="utf-8")
+    wait_for(lambda: len(watch.family()) == _READY)
+    spec.write_text(text.replace("[1.0], start=2.0), 3.0", "[1.0], start=2.0), 1.0"))
+    watch.save(WRONG)
+    assert "Verdict: passed" in watch.verdict()
+    spec.write_text(text)
 
 
 def test_a_fork_bomb_ends_in_a_sentence(watch: Terminal) -> None:
@@ -196,22 +173,18 @@ def test_keys_for_a_part_and_for_everything(watch: Terminal) -> None:
     assert "failing at part" in watch.verdict()
 
 
-def test_a_key_for_hints_which_go_on(watch: Terminal) -> None:
+def test_keys_for_hints_which_go_on_for_the_path_and_for_a_fresh_stub(watch: Terminal) -> None:
+    fail(watch)
     watch.screen.send("h")
     assert "part 1: mean - hint" in watch.until("h shows the next one.")
     watch.screen.send("h")
     assert "- hint" in watch.until("h shows the next one.")
-
-
-def test_a_key_for_the_path(watch: Terminal) -> None:
     watch.screen.send("o")
     line = SOLUTION.splitlines().index(
         "def mean(values: list[float], *, start: float = 0.0) -> float:"
     )
     watch.until(f"{watch.path}:{line + 1}")
 
-
-def test_a_key_for_a_fresh_stub_asks_first(watch: Terminal) -> None:
     before = watch.path.read_text()
     watch.screen.send("rx")
     watch.until("Left as it is.")
@@ -224,11 +197,6 @@ def test_a_key_for_a_fresh_stub_asks_first(watch: Terminal) -> None:
     assert before in [path.read_text() for path in kept]
 
 
-def test_other_keys_say_which_there_are(watch: Terminal) -> None:
-    watch.screen.send("x")
-    watch.until(KEYS)
-
-
 def test_breakpoint_has_the_terminal_and_gives_it_back(watch: Terminal) -> None:
     watch.save(in_mean("breakpoint()", "return _total(values, start) / len(values)"))
     watch.until("(Pdb) ")
@@ -237,7 +205,7 @@ def test_breakpoint_has_the_terminal_and_gives_it_back(watch: Terminal) -> None:
     watch.until("(Pdb) ")
     watch.screen.sendline("q")
     assert "stopped in the debugger" in watch.verdict()
-    watch.screen.send("x")
+    watch.screen.send("x")  # no key, which is answered with those there are
     watch.until(KEYS)
 
 
@@ -277,23 +245,26 @@ def test_a_run_that_is_begun_while_somebody_presses_ctrl_c_is_ended(monkeypatch)
     assert len(ended) == 1
 
 
-@pytest.mark.parametrize("when", ["starting", "judging", "waiting"])
-def test_ctrl_c_leaves_nothing(when: str) -> None:
-    home = _house()
-    if when == "judging":
-        home.write("katas/tiny_mean.py", in_mean("print('x')", "while True:", "    pass"))
-    watch = Terminal(home, "watch", "tiny_mean")
-    watch.until(KEYS if when == "waiting" else "judging")
-    if when == "judging":
-        wait_for(lambda: _is_judging(watch))
-    pids = watch.family()
-    watch.screen.sendintr()
-    watch.until("Stopped; nothing was left running.")
-    watch.screen.expect(pexpect.EOF)
-    watch.screen.wait()
-    assert watch.screen.exitstatus == 130
+@pytest.mark.parametrize("when", ["starting", "judging", "waiting", "killed"])
+def test_ctrl_c_and_a_kill_leave_nothing(watch: Terminal, when: str) -> None:
+    text = SOLUTION if when == "waiting" else in_mean("while True:", "    pass")
+    watch.home.write("katas/tiny_third.py", text)
+    ended = Terminal(watch.home, "watch", "tiny_third")
+    ended.until(KEYS if when == "waiting" else "judging")
+    if when in ("judging", "killed"):
+        wait_for(lambda: len(ended.family()) > _IDLE)
+    pids = ended.family()
+    if when == "killed":
+        os.kill(ended.screen.pid, signal.SIGKILL)
+        ended.close()
+    else:
+        ended.screen.sendintr()
+        ended.until("Stopped; nothing was left running.")
+        ended.screen.expect(pexpect.EOF)
+        ended.screen.wait()
+        assert ended.screen.exitstatus == 130
     wait_for(lambda: all(map(is_gone, pids)))
-    wait_for(lambda: not [*(home.root / "tmp").iterdir()])
+    wait_for(lambda: not [*ended.temporary.iterdir()])
 
 
 MISSED = """
@@ -313,20 +284,3 @@ def test_a_ctrl_c_that_does_not_wake_the_wait_ends_it_all_the_same() -> None:
     """It comes a moment before the wait, or as here to another thread."""
     ended = subprocess.run([sys.executable, "-c", MISSED], capture_output=True, text=True)
     assert "KeyboardInterrupt" in ended.stderr
-
-
-def test_a_watch_that_is_killed_leaves_nothing() -> None:
-    home = _house()
-    home.write("katas/tiny_mean.py", in_mean("while True:", "    pass"))
-    watch = Terminal(home, "watch", "tiny_mean")
-    watch.until("judging")
-    wait_for(lambda: _is_judging(watch))
-    pids = watch.family()
-    os.kill(watch.screen.pid, signal.SIGKILL)
-    watch.close()
-    wait_for(lambda: all(map(is_gone, pids)))
-    wait_for(lambda: not [*(home.root / "tmp").iterdir()])
-
-
-def _is_judging(watch: Terminal) -> bool:
-    return len(watch.family()) > _IDLE

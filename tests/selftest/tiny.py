@@ -24,6 +24,7 @@ from typing import TypeVar
 from kit.answers.stubs import make_stub
 from kit.catalog import ROOT
 from selftest import desk_host
+from selftest.tiny_plan import PLAN, TIMELINE
 
 SOLUTION = '''\
 """Tiny mean: the smallest kata that has all of a kata."""
@@ -212,23 +213,12 @@ class House:
     """A repository in a temporary folder."""
 
     def __init__(self, root: Path) -> None:
-        self._settle(root)
-        skip = shutil.ignore_patterns("__pycache__")
-        for folder in ("kit", "desk"):
-            shutil.copytree(ROOT / "tests" / folder, root / "tests" / folder, ignore=skip)
-        shutil.copy(ROOT / "tests" / "conftest.py", root / "tests")
-        shutil.copy(ROOT / "pyproject.toml", root)
-
-    @classmethod
-    def of(cls, root: Path) -> House:
-        """A repository that is there already."""
-        house = cls.__new__(cls)
-        house._settle(root)
-        return house
-
-    def _settle(self, root: Path) -> None:
         self.root = root
         self._host: subprocess.Popen[str] | None = None
+        for folder in ("kit", "desk"):
+            self._copy(folder)
+        shutil.copy(ROOT / "tests" / "conftest.py", root / "tests")
+        shutil.copy(ROOT / "pyproject.toml", root)
 
     def add_kata(self, name: str) -> None:
         """Everything that a new kata is: some files and one row."""
@@ -242,6 +232,16 @@ class House:
         self.write(f"tests/right/{name}/other.py", RIGHT)
         with (self.root / "katas" / "katas.toml").open("a", encoding="utf-8") as rows:
             rows.write(row_of(name))
+
+    def add_plan_and_timeline(self) -> None:
+        """Give tiny_mean a plan, and a picture, which the lab draws."""
+        self.write("tests/specs/tiny_mean/plan.py", PLAN)
+        self.write("tests/specs/tiny_mean/timeline.py", TIMELINE)
+        self._copy("lab")
+
+    def _copy(self, folder: str) -> None:
+        skip = shutil.ignore_patterns("*.pyc.*")  # another process compiles it just now
+        shutil.copytree(ROOT / "tests" / folder, self.root / "tests" / folder, ignore=skip)
 
     def write(self, path: str, text: str) -> Path:
         """Write one file."""
@@ -325,16 +325,11 @@ def wait_for(is_so: Callable[[], object]) -> None:
 
 @cache
 def house() -> House:
-    """One house with the kata tiny_mean, for tests that change nothing in it."""
+    """One house for all tests that change nothing of its kata tiny_mean; they may add others."""
     home = House(new_folder())
     home.add_kata("tiny_mean")
+    home.add_plan_and_timeline()
     return home
-
-
-@cache
-def repository() -> House:
-    """This repository itself, with one process for all the commands of the desk."""
-    return House.of(ROOT)
 
 
 def new_folder() -> Path:

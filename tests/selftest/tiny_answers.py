@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from selftest.tiny import SOLUTION, house, result
+from selftest.tiny import SOLUTION, house
 
 MEAN = "    return _total(values, start) / len(values)\n"
 
@@ -105,29 +105,13 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "syntax": (SOLUTION.replace("def add(self) -> int:", "def add(self) -> int"), ()),
-    "indent": (in_mean("return 1", "  return 2"), ()),
-    "empty": ("", ()),
 }  # fmt: skip
-
-
-def judge(name: str, *arguments: str) -> tuple[int, str]:
-    """The verdict on one of ANSWERS."""
-    return judge_text(name, ANSWERS[name][0], *arguments)
 
 
 def judge_text(name: str, text: str, *arguments: str) -> tuple[int, str]:
     """The verdict on an answer of this text."""
     path = house().write(f"answers/{name}.py", text)
     return house().desk("kata", "tiny_mean", "--answers", str(path), *arguments)
-
-
-def seen(name: str) -> tuple[int, str]:
-    """The exit code and the screen of one run, which never breaks the form of a screen."""
-    code, out = result(name)
-    assert max(map(len, out.splitlines())) <= 100, out
-    assert "\x1b" not in out
-    assert "Traceback" not in out
-    return code, out
 
 
 def line_of(name: str, text: str) -> int:
