@@ -61,16 +61,17 @@ class WeighTwice(nn.Module):
 
 
 class Watched(nn.Module):
-    """A block with integers and flags beside its input, which notes dtypes; by a float32 buffer
-    what it computes is float32 in the end.
+    """A block with integers and flags beside its input, perhaps around another one, which notes
+    dtypes; by a float32 buffer what it computes is float32 in the end.
 
     It has no Linear, which would raise where dtypes are mixed.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, inside: Watched | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.register_buffer("table", torch.ones(width))
+        self.inside = inside
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+        self.register_buffer("table", torch.ones(FEATURES))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x: Tensor, places: Tensor, *, more: Any) -> Tensor:
@@ -81,44 +82,29 @@ class Watched(nn.Module):
             "integers": places.dtype,
             "flags": more["mask"].dtype,
         }
+        if self.inside is not None:
+            x = self.inside(x, places, more=more)
+            self.seen["what a block returns"] = x.dtype
         return x + torch.relu(x * self.weight) * more["mask"] * self.table
 
 
-class Around(nn.Module):
-    """A block with a watched one inside; it notes what it gets itself, and what that returns."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inside = Watched(width)
-        self.seen: dict[str, torch.dtype] = {}
-
-    def forward(self, x: Tensor, places: Tensor, *, more: Any) -> Tensor:
-        y: Tensor = self.inside(x, places, more=more)
-        mine = {"input of a block": x.dtype, "what a block returns": y.dtype}
-        self.seen = {**self.inside.seen, **mine}
-        return y
-
-
 class WatchedModel(nn.Module):
-    """Two watched blocks, one in another; it notes what the first one returns, and what it
-    computes itself.
-
-    What the second one gets is float32: a buffer is, and has made it so.
+    """A watched block in another, which get float32, as a buffer has made it; it notes what they
+    return, and what it computes itself.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(FEATURES))
-        self.first, self.second = Watched(FEATURES), Around(FEATURES)
+        self.block = Watched(Watched())
         self.gain = nn.Parameter(torch.ones(FEATURES))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Any]) -> Any:
         shift = more["shifts"][0]["shift"]
         own = more | {"shifts": [{"shift": shift * self.table}]}
-        x = self.first(inputs, places, more=more)
-        y = self.second(x * self.table, places, more=own)
-        out = y * self.gain
+        x = self.block(inputs * self.table, places, more=own)
+        out = x * self.gain
         self.seen = {
             "what a block returns": x.dtype,
             "weight in the root": self.gain.dtype,
@@ -232,13 +218,6 @@ def with_a_subclass() -> Shape:
     """`nested`, and the class of the second block, a subclass, is named too."""
     model, kinds = nested()
     return model, (*kinds, Deep)
-
-
-def two_inside() -> Shape:
-    """`nested`, and the first block has two inside."""
-    model, kinds = nested()
-    model[1].inner = nn.Sequential(Block(WIDTH), Block(WIDTH))
-    return model, kinds
 
 
 class Begin(nn.Linear):

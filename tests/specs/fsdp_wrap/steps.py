@@ -15,10 +15,11 @@ from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import human
 from kit.ranks.collectives import Collective, collectives
-from kit.ranks.shards import part, shard_bytes, units, whole_bytes
+from kit.ranks.shards import shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block, data, make
 from specs.fsdp_wrap.cases import Still
+from specs.fsdp_wrap.simulated import check_whole, planned, show
 
 WIDTH, BLOCKS = 40, 3
 
@@ -84,37 +85,29 @@ def left_after_an_error(answer: Any, device: torch.device) -> dict[str, int]:
 def check_reductions(
     calls: list[Collective], ranks: int, times: int, count: int = 3, blocks: int = BLOCKS
 ) -> None:
-    """Fail unless each unit is reduced so often, each gather is of a unit, and the rest is little.
-
-    A unit's reduction is of N x ceil(rows / N) rows of each of its parameters, a gather of
-    ceil(rows / N); in each of `count` micro-batches a block has two and the root has one.
+    """Fail unless each unit is reduced so often, each gather is of a unit, and the rest is little,
+    in `count` micro-batches.
     """
     __tracebackhide__ = True
-    model = make(WIDTH, blocks)
-    sizes = [sum(part(p, ranks) for p in unit) for unit in units(model, Block)]
-    want = Counter({ranks * size: times * n for size, n in Counter(sizes).items()})
-    got = Counter(call.numel for call in calls if call.kind == "reduce_scatter")
+    got = Counter(calls)
+    want = planned(lambda: (make(WIDTH, blocks), Block), ranks, reductions=times, passes=count)
+    mine, true = (
+        Counter({call: n for call, n in found.items() if call.kind == "reduce_scatter"})
+        for found in (got, want)
+    )
     cause = "micro-batches whose gradients are not wanted yet are reduced"
-    if sum(got.values()) < sum(want.values()):
+    if mine.total() < true.total():
         cause = "a backward pass that should reduce gradients does not"
-    check_equal(_shown(got), _shown(want), "reductions by size", cause=cause)
-    left = Counter(sizes[-1:] * count + sizes[:-1] * 2 * count)
-    limit = 64 + 4 * len([*model.parameters()])
-    for call in calls:
+    check_equal(show(mine), show(true), "reductions by size", cause=cause)
+    limit = 64 + 4 * len([*make(WIDTH, blocks).parameters()])
+    for call in got - want:
         size = call.numel * call.dtype.itemsize
-        if call.kind == "all_gather" and left[call.numel] > 0:
-            left[call.numel] -= 1
-        elif call.kind != "reduce_scatter":
-            check(
-                size <= limit,
-                expected=f"two gathers of each block, one of the root, and else at most {limit} B",
-                got=f"one more {call.kind} of {human(size)}",
-                cause="gradients are sent for the norm, or a unit is gathered once too often",
-            )
-
-
-def _shown(sizes: Counter[int]) -> str:
-    return ", ".join(f"{times} of {size}" for size, times in sorted(sizes.items()))
+        check(
+            size <= limit,
+            expected=f"two gathers of each block, one of the root, and else at most {limit} B",
+            got=f"one more {call.kind} of {human(size)}",
+            cause="gradients are sent for the norm, or a unit is gathered once too often",
+        )
 
 
 def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:
@@ -125,27 +118,21 @@ def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> 
     whole = [whole_bytes(unit, 1) for unit in units(model, Block)]
     of_whole = 2 * max(whole) if sync == "each" else sum(whole) + max(whole)
     yours, theirs = (
-        second_step(module, device, 64, sync=sync, max_norm=1.0)[0].most
+        second_step(module, device, 64, sync=sync, max_norm=1.0)[0]
         for module in (answer, reference)
     )
     check_bar(
         f"gradients at their most on rank 0 of 64, sync={sync!r}",
-        yours["gradients"],
+        yours.most["gradients"],
         shard_bytes(model.parameters(), 64) + of_whole,
         plain=shard_bytes(model.parameters(), 64) + (1 + (sync == "last")) * sum(whole),
-        reference=theirs["gradients"],
+        reference=theirs.most["gradients"],
         formula="shards + the whole gradients of "
         + ("two blocks" if sync == "each" else "the model and one more block"),
         cause="whole gradients are held beyond the backward pass of their unit"
         if sync == "each"
         else "there is a second set of whole gradients",
     )
-    check_bar(
-        f"gathered parameters on 64 ranks, 3 micro-batches, sync={sync!r}",
-        yours["unsharded"],
-        sum(sorted(blocks)[-2:]) + root,
-        plain=sum(blocks) + root,
-        reference=theirs["unsharded"],
-        formula="two blocks + the root's unit; plain is the whole model",
-        cause="blocks stay gathered for the next micro-batch",
-    )
+    where = f"on 64 ranks, 3 micro-batches, sync={sync!r}"
+    cause = "blocks stay gathered for the next micro-batch"
+    check_whole(yours, theirs, blocks, root, where, cause=cause)
