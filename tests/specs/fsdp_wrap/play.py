@@ -18,7 +18,11 @@ from kit.ranks.toys import FEATURES, OUTPUTS, Batch
 from specs.fsdp_wrap.cases import CASES, EQUAL, PLANS, Case, momentum
 
 Trace = dict[str, Any]  # what was seen, by name, one thing after another
-LENGTHS = (2, 7, 5, 1)
+
+
+def length(rank: int, micro: int) -> int:
+    """How many tokens a sample of this micro-batch has, where that differs."""
+    return (2, 7, 5, 1)[(rank + 2 * micro) % 4]
 
 
 def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
@@ -28,7 +32,7 @@ def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
     generator = draw.generator(10 * number + rank)
     found = []
     for micro, count in enumerate(plan[rank]):
-        shape = (count, LENGTHS[(rank + 2 * micro) % 4]) if case.lengths else (count,)
+        shape = (count, length(rank, micro)) if case.lengths else (count,)
         inputs = draw.randn(*shape, FEATURES, generator=generator) + micro / 2
         if case.lengths:
             inputs = draw.randint(11, shape, "cpu", generator)
@@ -120,9 +124,6 @@ class Play:
 
     def freeze(self, *_: Any) -> None:
         self.model.head.requires_grad_(False)
-
-    def thaw(self, *_: Any) -> None:
-        self.model.requires_grad_(True)
 
     def train(self, *_: Any) -> None:
         self.model.train()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch.optim import Optimizer
@@ -15,7 +13,7 @@ from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import FEATURES
 from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap import simulated
-from specs.fsdp_wrap.cases import adamw
+from specs.fsdp_wrap.cases import BF16, KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import REFUSED, check_refused
 from specs.fsdp_wrap.shapes import integers_first, look_alikes, with_a_subclass
@@ -29,21 +27,6 @@ from specs.fsdp_wrap.simulated import (
 )
 
 RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
-BF16, KEPT = {"dtype": torch.bfloat16}, {"reshard_after_forward": False}
-KEPT_ALSO: dict[str, tuple[Any, dict[str, Any]]] = {
-    "six_blocks": (tall, {}),
-    "evaluated": (wide, {"looked": True}),
-    "bf16-nested": (nested, BF16),
-    "checkpoint-nested": (nested, {"checkpoint": True}),
-    "eval_mode": (tall, {"train": False}),
-    "frozen-integers_first": (integers_first, {}),
-}
-ALONE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fp32-given_back": (tall, {}),
-    "fp32-kept": (tall, KEPT),
-    "bf16": (tall, BF16),
-    "kept-checkpoint-nested": (nested, KEPT | {"checkpoint": True}),
-}
 ROWS = "1 / N of the rows of each parameter, rounded up"
 
 
@@ -111,11 +94,19 @@ class TestPart1Wrap:
         check_equal(left, want, "bytes that are left after a step", cause=cause)
 
     @pytest.mark.exact("wrap", "kept")
-    @pytest.mark.parametrize("also", KEPT_ALSO)
-    def test_blocks_that_stay_are_gathered_once(self, answer, device, also):
+    @pytest.mark.parametrize(
+        ("shape", "options"),
+        [
+            (tall, {}),
+            (wide, {"looked": True}),
+            (nested, BF16 | {"checkpoint": True}),
+            (integers_first, {"train": False}),
+        ],
+        ids=["six_blocks", "evaluated", "bf16-checkpoint-nested", "eval_mode-integers_first"],
+    )
+    def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, options):
         """reshard_after_forward=False: n + 1 gathers, n + 1 reductions; with other options too."""
-        shape, options = KEPT_ALSO[also]
-        calls = books(answer, device, 8, shape=shape, reshard_after_forward=False, **options).calls
+        calls = books(answer, device, 8, shape=shape, **KEPT, **options).calls
         want = planned(shape, 8, gathers=1, dtype=options.get("dtype", torch.float32))
         mode = "" if options.get("train", True) else " in eval mode"
         mode += " after an evaluation" if options.get("looked") else ""
@@ -207,7 +198,7 @@ class TestPart1Wrap:
         """reshard_after_forward=False trades the whole model's bytes for n gathers."""
         whole = sum(whole_bytes(unit, 8) for unit in units(*tall()))
         yours, theirs = (
-            books(m, device, 8, shape=tall, reshard_after_forward=False).memory.most["unsharded"]
+            books(m, device, 8, shape=tall, **KEPT).memory.most["unsharded"]
             for m in (answer, reference)
         )
         check_bar(
@@ -225,27 +216,19 @@ class TestPart1Wrap:
             cause="blocks are given back in spite of reshard_after_forward=False",
         )
 
-    @pytest.mark.saves("wrap", 3)
-    def test_frozen_parameters_are_sharded_too(self, answer, reference, device):
-        """4 ceil(rows / N) columns bytes of each parameter, and a buffer; what has no gradient is
-        not reduced.
-        """
+    @pytest.mark.exact("wrap", 3)
+    def test_frozen_parameters_are_sharded_too(self, answer, device):
+        """They are gathered as others are; what has no gradient is not reduced."""
         shape = SHAPES["frozen"]
-        plain = list(shape()[0].parameters())
-        yours, theirs = (books(module, device, 8, shape=shape) for module in (answer, reference))
-        check_bar(
-            "weights on rank 0 of 8, many of them frozen",
-            yours.memory.after["shards"],
-            shard_bytes(plain, 8) + 512,
-            plain=shard_bytes(plain, 1),
-            reference=theirs.memory.after["shards"],
-            formula=f"{ROWS}, + a buffer",
-            cause="a parameter without a gradient stays whole on every rank",
-        )
-        check_calls(yours.calls, planned(shape, 8), what="a step of a model with frozen parts")
+        calls = books(answer, device, 8, shape=shape).calls
+        check_calls(calls, planned(shape, 8), what="a step of a model with frozen parts")
 
     @pytest.mark.saves("wrap", 1)
-    @pytest.mark.parametrize(("shape", "options"), ALONE.values(), ids=ALONE)
+    @pytest.mark.parametrize(
+        ("shape", "options"),
+        [(tall, {}), (tall, KEPT | BF16), (nested, KEPT | {"checkpoint": True})],
+        ids=["fp32-given_back", "bf16-kept", "kept-checkpoint-nested"],
+    )
     def test_a_forward_alone_leaves_nothing_gathered(
         self, answer, reference, device, shape, options
     ):
