@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader
-from specs.fsdp_wrap.shapes import any_names, bare, dropping_twice, timed
+from specs.fsdp_wrap.shapes import any_names, detached, dropping_twice, timed
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -110,7 +110,11 @@ GROUPS: dict[str, dict[str, Case]] = {
     "values": {"a model of odd sizes": Case()},
     "shapes": {
         name: Case(shape, script=("plain",))
-        for name, shape in [*[*SHAPES.items()][1:], ("named tuples, float64", timed)]
+        for name, shape in [
+            *[*SHAPES.items()][1:],
+            ("a detached block", detached),
+            ("named tuples, float64", timed),
+        ]
     },
     "meshes": {
         "all ranks": Case(),
@@ -189,8 +193,9 @@ GROUPS: dict[str, dict[str, Case]] = {
         )
     }
     | {
-        "keywords of any name": Case(any_names, CHECKPOINT, script=STEP),
-        "a block without parameters": Case(bare, CHECKPOINT, script=STEP),
+        "keywords of any name, a block without parameters": Case(
+            any_names, CHECKPOINT, script=STEP
+        ),
         "named tuples, float64": Case(timed, CHECKPOINT, script=STEP),
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},

@@ -113,6 +113,13 @@ class WatchedModel(nn.Module):
         return {"out": (out, out + shift), "places": places}
 
 
+def detached() -> Shape:
+    """A block whose output has no graph: it and what is before it run, and get no gradients."""
+    model = make(blocks=2)
+    model.blocks[0].register_forward_hook(lambda module, args, output: output.detach())
+    return model, Block
+
+
 class Bare(nn.Module):
     """A block without parameters."""
 
@@ -124,13 +131,6 @@ class Bare(nn.Module):
         return x + torch.exp(self.tanh(x))
 
 
-def bare() -> Shape:
-    """The second of two blocks has nothing to shard."""
-    model = make(blocks=1)
-    model.blocks = nn.Sequential(*model.blocks, Bare())
-    return model, (Block, Bare)
-
-
 class Told(Block):
     """A block that is told by keywords how much it counts, in shares."""
 
@@ -139,15 +139,18 @@ class Told(Block):
 
 
 def any_names() -> Shape:
-    """Blocks with keywords that torch's checkpoint has too, or a wrapper of forward may have."""
+    """Blocks with keywords that torch's checkpoint has too, or a wrapper of forward may have; and
+    one that has nothing to shard.
+    """
     model = make(blocks=2)
     names = {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "forward", "block"}
     shares = dict.fromkeys(names, 1 / len(names))
     # One name begins with the other: names do not tell which block is inside which.
-    model.blocks = nn.Sequential(OrderedDict(told=Told(WIDTH), told_too=Told(WIDTH)))
-    for block in model.blocks:
+    told = OrderedDict(told=Told(WIDTH), told_too=Told(WIDTH))
+    for block in told.values():
         block.register_forward_pre_hook(lambda _, args, __: (args, shares), with_kwargs=True)
-    return model, Told
+    model.blocks = nn.Sequential(told | {"bare": Bare()})
+    return model, (Told, Bare)
 
 
 class Moment(NamedTuple):

@@ -24,6 +24,10 @@ from specs.fsdp_wrap.simulated import check_whole, planned, show
 WIDTH, BLOCKS = 40, 3
 
 
+class NoLoss(Exception):
+    """What a loss raises."""
+
+
 @functools.cache
 def second_step(
     answer: Any,
@@ -36,12 +40,14 @@ def second_step(
     checkpoint: bool = False,
     classes: int = 0,
     again: bool = False,
+    fails: bool = False,
     **options: Any,
 ) -> tuple[Account, list[Collective]]:
     """What rank 0 holds and calls in the second step, one of these micro-batches, or `again` with
     the first one for the last.
 
-    With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory.
+    With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory. If it
+    `fails` the second loss raises, and a pass by hand follows.
     """
     with simulated_world(ranks, device) as mesh:
         model = make(width, blocks).to(device)
@@ -52,34 +58,20 @@ def second_step(
         if again:
             window[-1] = window[0]
 
+        def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+            if fails and len(targets) == samples[1]:
+                raise NoLoss
+            return output.sum(1).mean() if classes else mse(output, targets)
+
         def step(count: int = len(window)) -> None:
-            loss = (lambda out, _: out.sum(1).mean()) if classes else mse
-            answer.train_step(model, window[:count], loss, optimizer, **options)
+            with contextlib.suppress(NoLoss):
+                answer.train_step(model, window[:count], loss_fn, optimizer, **options)
+            if fails:
+                mse(model(window[0][0]), window[0][1]).backward()
 
         step(1)  # the first one makes what stays
         with collectives() as calls:
             return account(step, device, model=model, optimizer=optimizer), calls
-
-
-def left_after_an_error(answer: Any, device: torch.device) -> dict[str, int]:
-    """Bytes on rank 0 of 8 after a train_step whose second loss raises, and a pass by hand."""
-
-    def losses(output: Tensor, targets: Tensor) -> Tensor:
-        if len(targets) == 3:
-            raise ArithmeticError("no loss")
-        return mse(output, targets)
-
-    with simulated_world(8, device) as mesh:
-        model = make(WIDTH, BLOCKS).to(device)
-        optimizer = answer.wrap(model, mesh, Block, Still)
-        window = [(x.to(device), y.to(device)) for x, y in data((4, 3, 5), seed=0)]
-
-        def step() -> None:
-            with contextlib.suppress(ArithmeticError):
-                answer.train_step(model, window, losses, optimizer)
-            mse(model(window[0][0]), window[0][1]).backward()
-
-        return account(step, device, model=model, optimizer=optimizer, known=window).after
 
 
 def check_reductions(
