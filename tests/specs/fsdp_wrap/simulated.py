@@ -194,8 +194,7 @@ def check_whole(
     root: int,
     where: str,
     reshard: bool = True,
-    cause: str = "blocks are not given back after forward, or a unit is more than one block, or "
-    "more than the next block is on its way",
+    cause: str = "blocks are not given back after forward, or a unit is more than one block",
 ) -> None:
     """Fail if more is gathered at a time than two blocks and the root's unit."""
     __tracebackhide__ = True

@@ -220,7 +220,13 @@ class TestPart1Wrap:
     def test_frozen_parameters_are_sharded_too(self, answer, device):
         """They are gathered as others are; what has no gradient is not reduced."""
         shape = SHAPES["frozen"]
-        calls = books(answer, device, 8, shape=shape).calls
+        memory, calls = books(answer, device, 8, shape=shape)
+        limit = shard_bytes(shape()[0].parameters(), 8) + 512
+        what = f"weights on rank 0 of 8, many of them frozen, of at most {limit} bytes"
+        cause = "a parameter without a gradient stays whole on every rank"
+        check(
+            memory.after["shards"] <= limit, expected=what, got=memory.after["shards"], cause=cause
+        )
         check_calls(calls, planned(shape, 8), what="a step of a model with frozen parts")
 
     @pytest.mark.saves("wrap", 1)
