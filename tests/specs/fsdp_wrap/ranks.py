@@ -15,7 +15,7 @@ from kit.ranks.shards import check_untouched, gradients, local_state, mesh, weig
 from kit.ranks.toys import Batch, Block, make
 from specs.fsdp_wrap.cases import STEPS, Case, Still, momentum
 from specs.fsdp_wrap.play import batches
-from specs.fsdp_wrap.shapes import Weigh, WeighTwice
+from specs.fsdp_wrap.shapes import Weigh
 
 
 def keeps_values(answer: Any, rank: int) -> None:
@@ -36,21 +36,16 @@ def keeps_values(answer: Any, rank: int) -> None:
 def accumulates(answer: Any, rank: int) -> None:
     """The gradient of micro-batches that weigh 512, 1, 1, ... in bfloat16 training."""
     for sync in ("each", "last"):
-        model = WeighTwice().to(device())
+        model = Weigh(Weigh()).to(device())  # one in the root, one in a block
         optimizer = answer.wrap(model, mesh(), Weigh, Still, dtype=torch.bfloat16)
         values = [512.0] + [1.0] * 7
         window = [(torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values]
         answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
-        got, want = gradients(model), torch.full((3,), 519 / 8)
+        got = gradients(model)
+        want, lost = (dict.fromkeys(got, torch.full((3,), n / 8)) for n in (519, 512))
         cause = "gradients are added up, or reduced, in bfloat16"
-        lost = dict.fromkeys(got, torch.full((3,), 64.0))
-        check_equal(
-            got,
-            dict.fromkeys(got, want),
-            f"gradients with sync={sync!r}",
-            cause=cause,
-            suspects={cause: lost},
-        )
+        what = f"gradients with sync={sync!r}"
+        check_equal(got, want, what, cause=cause, suspects={cause: lost})
 
 
 def window(rank: int) -> list[Batch]:

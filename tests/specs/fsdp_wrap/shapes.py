@@ -37,26 +37,15 @@ class Backwards(nn.Sequential):
 
 
 class Weigh(nn.Module):
-    """x * weight: the weight's gradient is the sum of x."""
+    """x * weight, and what blocks inside make of x: the gradient of each weight is the sum of x."""
 
-    def __init__(self) -> None:
+    def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
+        self.inside = nn.ModuleList(inside)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class WeighTwice(nn.Module):
-    """A weight in a block, and one in the root; both have the sum of x for a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Weigh()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x) + x * self.weight
+        return sum((block(x) for block in self.inside), x * self.weight)
 
 
 class Watched(nn.Module):
@@ -210,24 +199,3 @@ def with_a_subclass() -> Shape:
     """`nested`, and the class of the second block, a subclass, is named too."""
     model, kinds = nested()
     return model, (*kinds, Deep)
-
-
-class Begin(nn.Linear):
-    """Places, integers, and what a Linear makes of its input."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x.argmax(-1), super().forward(x)
-
-
-class Place(Block):
-    """A block that gets places before its input, and returns some before its output."""
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Any:
-        return pair[0] + 1, super().forward(pair[1])
-
-
-def integers_first() -> Shape:
-    """Blocks, one of them frozen, and the model return integers first."""
-    blocks = [Place(OUTPUTS) for _ in range(3)]
-    blocks[1].requires_grad_(False)
-    return nn.Sequential(Begin(FEATURES, OUTPUTS), *blocks), Place
