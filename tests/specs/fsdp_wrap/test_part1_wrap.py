@@ -193,29 +193,6 @@ class TestPart1Wrap:
             cause="more than two blocks are whole at a time, or gradients of more than one are",
         )
 
-    @pytest.mark.saves("wrap", "kept")
-    def test_blocks_that_stay_are_not_free(self, answer, reference, device):
-        """reshard_after_forward=False trades the whole model's bytes for n gathers."""
-        whole = sum(whole_bytes(unit, 8) for unit in units(*tall()))
-        yours, theirs = (
-            books(m, device, 8, shape=tall, **KEPT).memory.most["unsharded"]
-            for m in (answer, reference)
-        )
-        check_bar(
-            "gathered parameters with reshard_after_forward=False",
-            yours,
-            whole,
-            reference=theirs,
-            formula="the whole model",
-            cause="parameters are held more than once",
-        )
-        check(
-            yours >= 0.9 * whole,
-            expected=f"{whole} bytes of gathered parameters: all of the model",
-            got=yours,
-            cause="blocks are given back in spite of reshard_after_forward=False",
-        )
-
     @pytest.mark.exact("wrap", 3)
     def test_frozen_parameters_are_sharded_too(self, answer, device):
         """They are gathered as others are; what has no gradient is not reduced."""
