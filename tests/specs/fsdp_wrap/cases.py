@@ -75,6 +75,7 @@ class Case:
     stray      a forward, and no backward after it
     stale      gradients of 1000 are there
     freeze     the head requires no gradient from now on
+    thaw       every parameter requires one
     train      train mode from now on
     fails      train_step where loss_fn raises in the micro-batch number `at` of three, or
                backward through it
@@ -159,7 +160,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "norm": {
         "tied, two groups": Case(SHAPES["tied in the root"], script=STEP, make_optimizer=in_groups),
-        "frozen": Case(SHAPES["frozen"], script=STEP),
+        "frozen, trained later": Case(SHAPES["frozen"], script=("step", "thaw", "step")),
     },
     "clip": {
         "clipped": Case(script=STEP, step=CLIP),
@@ -196,7 +197,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "keywords of any name, a block without parameters": Case(
             any_names, CHECKPOINT, script=STEP
         ),
-        "named tuples, float64": Case(timed, CHECKPOINT, script=STEP),
+        "named tuples, float64, a forward of the caller": Case(timed, CHECKPOINT, script=STEP),
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {

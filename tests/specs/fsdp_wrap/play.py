@@ -125,6 +125,9 @@ class Play:
     def freeze(self, *_: Any) -> None:
         self.model.head.requires_grad_(False)
 
+    def thaw(self, *_: Any) -> None:
+        self.model.requires_grad_(True)
+
     def train(self, *_: Any) -> None:
         self.model.train()
 

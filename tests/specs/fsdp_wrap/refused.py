@@ -54,6 +54,10 @@ def _gathered(model: Model, mesh: DeviceMesh) -> None:
     model(torch.ones(2, FEATURES, device=mesh.device_type))
 
 
+def _transposed(model: Model, mesh: DeviceMesh) -> None:
+    model.head.weight.data = model.head.weight.data.T.contiguous().T
+
+
 def _one_parameter(model: Model, mesh: DeviceMesh) -> None:
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight, mesh, [Shard(0)]))
 
@@ -67,6 +71,7 @@ REFUSED = {
     "a block that shares with the root": Bad(["weight"], _block_and_root),
     "a module in two blocks": Bad(["norm."], _a_module_of_two_blocks),
     "a module in a block and the one inside": Bad(["weight"], _a_module_of_both, BOTH),
+    "an absent class, a transposed weight": Bad(["Outer"], _transposed, Outer),
     "a mesh of 8 by 1": Bad([], mesh=(8, 1)),
     "a mesh of 2 by 4": Bad(["2"], mesh=(2, 4)),
     "float16": Bad(["float16"], dtype=torch.float16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -152,8 +153,8 @@ class Moment(NamedTuple):
 class Timed(Block):
     """A block from one moment to the next, which weighs its input by the time."""
 
-    def forward(self, moment: Moment) -> Moment:
-        weight = torch.cos(moment.time).float()
+    def forward(self, moment: Moment, ahead: float = 0.0) -> Moment:
+        weight = torch.cos(moment.time + ahead).float()
         return Moment(super().forward(moment.x * weight[:, None]), moment.time + 1)
 
 
@@ -172,8 +173,11 @@ class Times(nn.Module):
 
 
 def timed() -> Shape:
+    """The caller has given a forward of its own to one of the blocks."""
     draw.seed(4)
-    return Times(), Timed
+    model = Times()
+    model.blocks[1].forward = functools.partial(model.blocks[1].forward, ahead=1.0)
+    return model, Timed
 
 
 def dropping_twice() -> Shape:
@@ -199,3 +203,24 @@ def with_a_subclass() -> Shape:
     """`nested`, and the class of the second block, a subclass, is named too."""
     model, kinds = nested()
     return model, (*kinds, Deep)
+
+
+class Begin(nn.Linear):
+    """Places, integers, and what a Linear makes of its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.argmax(-1), super().forward(x)
+
+
+class Place(Block):
+    """A block that gets places before its input, and returns some before its output."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Any:
+        return pair[0] + 1, super().forward(pair[1])
+
+
+def integers_first() -> Shape:
+    """Blocks, one of them frozen, and the model return integers first."""
+    blocks = [Place(OUTPUTS) for _ in range(3)]
+    blocks[1].requires_grad_(False)
+    return nn.Sequential(Begin(FEATURES, OUTPUTS), *blocks), Place

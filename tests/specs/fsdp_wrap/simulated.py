@@ -15,6 +15,7 @@ from kit.laws.checks import check, check_bar
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
+from kit.private_torch import tree_leaves
 from kit.ranks.collectives import Collective, collectives
 from kit.ranks.shapes import Shape
 from kit.ranks.shards import part, rounded, units
@@ -80,7 +81,7 @@ def books(
 
         def step() -> None:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss = mse(model(inputs), targets)
+                loss = mse(tree_leaves(model(inputs))[-1], targets)
             loss.backward()
             if adam:
                 optimizer.step()

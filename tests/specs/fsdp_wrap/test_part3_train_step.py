@@ -41,7 +41,9 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", "grad_norm")
     def test_the_norm_is_over_all_shards_of_all_ranks(self, answer, world):
-        """sqrt(sum over ranks of the squares of their shards); tied once, frozen not at all."""
+        """sqrt(sum over ranks of the squares of their shards); tied once, frozen not at all; what
+        was frozen is trained later.
+        """
         cause = "it is not over all shards of all ranks, or counts a parameter twice"
         hold(answer, world, "norm", cause=cause)
 
