@@ -13,7 +13,7 @@ from kit.laws.toys import mse
 from kit.private_torch import tree_leaves
 from kit.ranks.shards import gradients_of, named
 from specs.fsdp_wrap.cases import CASES, Case
-from specs.fsdp_wrap.play import LENGTHS, Play, batches
+from specs.fsdp_wrap.play import Play, batches
 
 
 class Alone(Play):
@@ -42,10 +42,6 @@ class Alone(Play):
 
         block.register_forward_hook(ran)
 
-    def length(self, rank: int, micro: int) -> int:
-        """How many tokens a sample of this micro-batch has."""
-        return LENGTHS[(rank + 2 * micro) % 4] if self.case.lengths else 1
-
     def _passes(self, number: int) -> float:
         """The gradients of a mean over samples; and the mean."""
         all_of = {r: batches(self.case, number, r, self.size) for r in self.members}
@@ -69,7 +65,7 @@ class Alone(Play):
         return mean
 
     def _vector(self) -> Tensor:
-        return vector({n: p.grad for n, p in self.parameters if p.requires_grad}, self.parameters)
+        return vector(gradients_of(self.parameters), self.parameters)
 
     def plain(self, number: int, label: str, is_pending: bool) -> None:
         self.optimizer.zero_grad()

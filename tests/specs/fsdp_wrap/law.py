@@ -9,17 +9,18 @@ where the answer gives just that, the mistake is the cause.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kit.laws.checks import SpecFailure, Suspects, check_close, check_equal, fail
+from kit.laws.checks import SpecFailure, check_close, check_equal, fail
 from kit.ranks.world import World
 from specs.fsdp_wrap.alone import Alone, alone, vector
 from specs.fsdp_wrap.cases import GROUPS
-from specs.fsdp_wrap.play import Trace, seen
+from specs.fsdp_wrap.play import Trace, length, seen
 
 # bfloat16 has 8 bits, 1 / 256 in each number: of 150 seeds the worst came to 2.7 % of the gradient.
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -110,14 +111,17 @@ def _alike(got: Any, want: Any, near: float) -> bool:
 def _fail(one: Alone, observable: str, got: Any, where: str, cause: str) -> None:
     __tracebackhide__ = True
     likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
-    want, suspects = one.trace.get(observable), {}
+    want, suspects = one.trace.get(observable), dict[str, Tensor]()
     what = f"{observable} ({where})"
-    if one.contributions and observable in (f"loss of {one.first}", f"gradients of {one.first}"):
-        suspects = guesses(one, observable)
-        if observable.startswith("gradients") and suspects:
-            _compare_vectors(one, got, want, what, likely, suspects)
-    if observable == f"grad_norm of {one.first}" and one.contributions:
-        suspects = norms(one)
+    law, _, step = observable.partition(" of ")
+    if one.contributions and law in LAWS and step == one.first:
+        suspects = norms(one) if law == "grad_norm" else guesses(one, law)
+    if law == "gradients" and isinstance(got, dict):  # a belief explains all of them, or none
+        mine = vector(got, one.parameters)
+        near = {b: torch.allclose(mine, v, rtol=1e-3, atol=1e-6) for b, v in suspects.items()}
+        suspects = {belief: mine for belief in near if near[belief]}
+        if suspects:
+            got, want = mine, vector(want, one.parameters)
     if isinstance(want, dict) and isinstance(got, dict) and got.keys() == want.keys():
         bad = next((n for n in want if not _alike(got[n], want[n], 1e-4)), "")
         got, want, what = got[bad], want[bad], f"{bad} of {what}"
@@ -133,59 +137,37 @@ def _fail(one: Alone, observable: str, got: Any, where: str, cause: str) -> None
     check_equal(got, want, what, cause=likely)
 
 
-def _compare_vectors(
-    one: Alone, got: Any, want: Any, what: str, cause: str, suspects: Suspects
-) -> None:
-    """Fail with the belief that gives all of these gradients, if there is one."""
-    __tracebackhide__ = True
-    if [n for n, v in got.items() if v is None] != [n for n, v in want.items() if v is None]:
-        return
-    mine, true = vector(got, one.parameters), vector(want, one.parameters)
-    if any(torch.allclose(mine, value, rtol=1e-3, atol=1e-6) for value in suspects.values()):
-        near = {b: v for b, v in suspects.items() if torch.allclose(mine, v, rtol=1e-3, atol=1e-6)}
-        exact = dict.fromkeys(near, mine)
-        check_close(mine, true, what, cause=cause, rtol=1e-4, atol=1e-6, suspects=exact)
-
-
-def guesses(one: Alone, observable: str) -> dict[str, Tensor]:
+def guesses(one: Alone, law: str) -> dict[str, Tensor]:
     """What likely mistakes make of the first step's loss or gradients."""
-    index = 3 if observable.startswith("loss") else 4
     parts = one.contributions
     total, ranks = sum(part[2] for part in parts), len(one.members)
-    per_rank = {r: sum(p[2] for p in parts if p[0] == r) for r in one.members}
-    last = {r: max(p[1] for p in parts if p[0] == r) for r in one.members}
-    tokens = {p[:2]: p[2] * one.length(p[0], p[1]) for p in parts}
-
-    def weighted(weight: Any) -> Tensor:
-        return torch.stack([p[index] * weight(*p[:3]) for p in parts]).sum(0)
-
-    want = weighted(lambda r, m, n: n / total)
-    found = {
-        "the reduction divides by the ranks, and that is not multiplied away": want / ranks,
-        "it is multiplied by the number of ranks once too often": want * ranks,
-        "every rank counts the same, whatever its samples": weighted(
-            lambda r, m, n: n / per_rank[r] / ranks
-        ),
-        "every micro-batch counts the same, whatever its samples": weighted(
-            lambda r, m, n: 1 / len(parts)
-        ),
-        "the micro-batches' means are added up": weighted(lambda r, m, n: 1 / ranks),
-        "it is of this rank's micro-batches only": weighted(
-            lambda r, m, n: (r == one.rank) * n / per_rank[r]
-        ),
-        "it is this rank's share only": weighted(lambda r, m, n: (r == one.rank) * n / total),
-        "it is of the last micro-batches only": weighted(
-            lambda r, m, n: (m == last[r]) * n / total
-        ),
-        "it is of all but the last micro-batches": weighted(
-            lambda r, m, n: (m != last[r]) * n / total
-        ),
-        "tokens are counted, and not samples": weighted(
-            lambda r, m, n: tokens[r, m] / sum(tokens.values())
-        ),
-    }
     if ranks == 1 or one.case.half:
         return {}
+    of_rank = {r: sum(p[2] for p in parts if p[0] == r) for r in one.members}
+    last = {r: max(p[1] for p in parts if p[0] == r) for r in one.members}
+    tokens = {p[:2]: p[2] * (length(*p[:2]) if one.case.lengths else 1) for p in parts}
+    # By rank, number and samples of a micro-batch: how much it counts.
+    beliefs: dict[str, Callable[[int, int, int], float]] = {
+        "the reduction divides by the ranks, and that is not multiplied away": lambda r, m, n: (
+            n / total / ranks
+        ),
+        "it is multiplied by the number of ranks once too often": lambda r, m, n: n / total * ranks,
+        "every rank counts the same, whatever its samples": lambda r, m, n: n / of_rank[r] / ranks,
+        "every micro-batch counts the same, whatever its samples": lambda r, m, n: 1 / len(parts),
+        "the micro-batches' means are added up": lambda r, m, n: 1 / ranks,
+        "it is of this rank's micro-batches only": lambda r, m, n: (r == one.rank) * n / of_rank[r],
+        "it is this rank's share only": lambda r, m, n: (r == one.rank) * n / total,
+        "it is of the last micro-batches only": lambda r, m, n: (m == last[r]) * n / total,
+        "it is of all but the last micro-batches": lambda r, m, n: (m != last[r]) * n / total,
+        "tokens are counted, and not samples": lambda r, m, n: tokens[r, m] / sum(tokens.values()),
+    }
+
+    def weighted(counts: Callable[[int, int, int], float]) -> Tensor:
+        values = [part[3 if law == "loss" else 4] * counts(*part[:3]) for part in parts]
+        return torch.stack(values).sum(0)
+
+    want = weighted(lambda r, m, n: n / total)
+    found = {belief: weighted(counts) for belief, counts in beliefs.items()}
     return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
 
 

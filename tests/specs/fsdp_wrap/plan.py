@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kit.laws.toys import Block
-from kit.memory.account import Account, account
+from kit.memory.account import account
 from kit.memory.plan import Plan, Row
 from kit.ranks.collectives import collectives
 from kit.ranks.simulated import dry_run
@@ -24,6 +23,8 @@ HEAD = 128  # the width of an attention head
 
 # All parameters in one operation, as is the default on cuda.
 adamw = functools.partial(torch.optim.AdamW, foreach=True)
+
+Wrap = Callable[..., torch.optim.Optimizer]
 
 # What wrap is asked for; the names are the rows of the table.
 WAYS: dict[str, dict[str, Any]] = {
@@ -52,58 +53,18 @@ class LargeModel(nn.Module):
         return logits
 
 
-def rehearse(
-    prepare: Callable[[nn.Module, Any], torch.optim.Optimizer],
-    make_model: Callable[[], nn.Module],
-    ranks: int,
-    tokens: tuple[int, int],
-    steps: int = 2,
-) -> tuple[Account, Counter[str]]:
-    """What the last step of training holds and calls, on rank 0 of so many; no value is computed.
-
-    `prepare` gets the model and the mesh and returns the optimizer.
-    """
-    world: AbstractContextManager[Any] = dry_run(ranks)
-    with world as mesh:
-        model = make_model()
-        optimizer = prepare(model, mesh)
-        inputs, targets = (torch.zeros(tokens, dtype=torch.int64) for _ in range(2))
-
-        def step() -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-            optimizer.step()
-
-        for _ in range(steps - 1):
-            step()  # the first one makes the optimizer's state
-        with collectives() as calls:
-            books = account(step, model=model, optimizer=optimizer, known=[inputs, targets])
-    return books, Counter(call.kind for call in calls)
-
-
 def plan(answer: ModuleType, **sizes: int) -> Plan:
     """The table for one answer: one process, and what `wrap` makes of it in each way."""
     layers, width, words, ranks = (sizes[key] for key in ("layers", "width", "words", "ranks"))
     if width % HEAD:
         raise ValueError(f"width must be a multiple of {HEAD}, the width of a head, not {width}")
-
-    def make_model() -> LargeModel:
-        return LargeModel(layers, width, words)
-
-    def alone(model: nn.Module, mesh: Any) -> torch.optim.Optimizer:
-        return adamw(model.parameters())
-
     tokens = (sizes["batch"], sizes["length"])
-    rows = [_row("one process, float32", *rehearse(alone, make_model, 1, tokens))]
+    make_model = functools.partial(LargeModel, layers, width, words)
+    alone: Wrap = lambda model, *_: adamw(model.parameters())  # noqa: E731
+    rows = [_row("one process, float32", alone, make_model, 1, tokens)]
     for label, options in WAYS.items():
-
-        def wrapped(
-            model: nn.Module, mesh: Any, options: dict[str, Any] = options
-        ) -> torch.optim.Optimizer:
-            optimizer: torch.optim.Optimizer = answer.wrap(model, mesh, Block, adamw, **options)
-            return optimizer
-
-        rows.append(_row(label, *rehearse(wrapped, make_model, ranks, tokens)))
+        wrap = functools.partial(answer.wrap, **options)
+        rows.append(_row(label, wrap, make_model, ranks, tokens))
     with torch.device("meta"):
         parameters = sum(p.numel() for p in make_model().parameters())
     return Plan(
@@ -118,11 +79,28 @@ def plan(answer: ModuleType, **sizes: int) -> Plan:
     )
 
 
-def _row(label: str, books: Account, calls: Counter[str]) -> Row:
-    gathers, reductions = calls["all_gather"], calls["reduce_scatter"]
-    return Row(
-        label,
-        books.at_peak,
-        books.peak,
-        f"{gathers} gathers, {reductions} reductions" if gathers else "none",
-    )
+def _row(
+    label: str,
+    wrap: Wrap,
+    make_model: Callable[[], nn.Module],
+    ranks: int,
+    tokens: tuple[int, int],
+) -> Row:
+    """What the second step holds and calls, on rank 0 of so many; no value is computed."""
+    with dry_run(ranks) as mesh:
+        model = make_model()
+        optimizer = wrap(model, mesh, Block, adamw)
+        inputs, targets = (torch.zeros(tokens, dtype=torch.int64) for _ in range(2))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+
+        step()  # the first one makes the optimizer's state
+        with collectives() as calls:
+            books = account(step, model=model, optimizer=optimizer, known=[inputs, targets])
+    kinds = Counter(call.kind for call in calls)
+    gathers, reductions = kinds["all_gather"], kinds["reduce_scatter"]
+    sent = f"{gathers} gathers, {reductions} reductions" if gathers else "none"
+    return Row(label, books.at_peak, books.peak, sent)

@@ -18,7 +18,11 @@ from kit.ranks.toys import FEATURES, OUTPUTS, Batch
 from specs.fsdp_wrap.cases import CASES, EQUAL, PLANS, Case, momentum
 
 Trace = dict[str, Any]  # what was seen, by name, one thing after another
-LENGTHS = (2, 7, 5, 1)
+
+
+def length(rank: int, micro: int) -> int:
+    """How many tokens a sample of this micro-batch has, where that differs."""
+    return (2, 7, 5, 1)[(rank + 2 * micro) % 4]
 
 
 def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
@@ -28,7 +32,7 @@ def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
     generator = draw.generator(10 * number + rank)
     found = []
     for micro, count in enumerate(plan[rank]):
-        shape = (count, LENGTHS[(rank + 2 * micro) % 4]) if case.lengths else (count,)
+        shape = (count, length(rank, micro)) if case.lengths else (count,)
         inputs = draw.randn(*shape, FEATURES, generator=generator) + micro / 2
         if case.lengths:
             inputs = draw.randint(11, shape, "cpu", generator)
@@ -37,30 +41,12 @@ def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
     return found
 
 
-class _Backward(torch.autograd.Function):
-    """The output as it is; backward gives the parameter an infinite gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, parameter: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = parameter.shape, parameter.dtype
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.full(ctx.shape, torch.inf, dtype=ctx.dtype, device=grad.device)
-
-
-class _Raises(torch.autograd.Function):
-    """The loss as it is; backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, error: BaseException) -> Tensor:
-        ctx.error = error
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise ctx.error
+def _with_infinite_bias(module: Any, _: Any, output: Tensor) -> Tensor:
+    """The output as it is; backward gives the bias an infinite gradient."""
+    bias = module.bias * 1
+    if bias.requires_grad:
+        bias.register_hook(lambda grad: torch.full_like(grad, torch.inf))
+    return output + (bias - bias.detach())
 
 
 class Play:
@@ -85,7 +71,7 @@ class Play:
             if not name or isinstance(block, self.types):
                 self._watch(name or "the model", block)
         if case.infinite:
-            self.model.head.register_forward_hook(lambda m, _, out: _Backward.apply(out, m.bias))
+            self.model.head.register_forward_hook(_with_infinite_bias)
 
     def _watch(self, name: str, block: nn.Module) -> None:
         """By the first module in it that has none inside, and is in no block inside."""
@@ -161,7 +147,6 @@ class _Answer(Play):
         super().__init__(case, rank, size)
         self.answer = answer
         over = meshes(size // 2)["shards"] if case.half else mesh()
-        self.names = [*self.model.state_dict()]
         self.optimizer = answer.wrap(self.model, over, self.types, case.make_optimizer, **case.wrap)
         if case.half:
             answer.wrap(nn.Sequential(nn.Linear(1, 1)).to(device()), mesh(), nn.Linear, momentum)
@@ -203,17 +188,16 @@ class _Answer(Play):
     def fails(self, number: int, label: str, is_pending: bool) -> None:
         calls = 0
 
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("no loss")
+
         def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
             value = self.loss(output, targets)
-            if calls != self.case.at:
-                return value
-            error = ArithmeticError("no loss")
-            if self.case.fails_in == "loss_fn":
-                raise error
-            found: Tensor = _Raises.apply(value, error)
-            return found
+            if calls == self.case.at:
+                fail() if self.case.fails_in == "loss_fn" else value.register_hook(fail)
+            return value
 
         raised = "nothing"
         try:

@@ -15,7 +15,7 @@ from kit.ranks.shards import check_untouched, gradients, local_state, mesh, weig
 from kit.ranks.toys import Batch, Block, make
 from specs.fsdp_wrap.cases import STEPS, Case, Still, momentum
 from specs.fsdp_wrap.play import batches
-from specs.fsdp_wrap.shapes import Weigh, WeighTwice
+from specs.fsdp_wrap.shapes import Weigh
 
 
 def keeps_values(answer: Any, rank: int) -> None:
@@ -33,37 +33,19 @@ def keeps_values(answer: Any, rank: int) -> None:
             check_equal([p.requires_grad for p in model.parameters()], trained, what, cause=cause)
 
 
-def weigh(answer: Any, rank: int, values: list[float], lr: float, count: int) -> dict[str, Any]:
-    """On a real rank: steps of plain SGD on the sum of what the model makes of its value."""
-    model = WeighTwice().to(device())
-    optimizer = answer.wrap(
-        model, mesh(), Weigh, lambda ps: torch.optim.SGD(ps, lr=lr), dtype=torch.bfloat16
-    )
-    for _ in range(count):
-        optimizer.zero_grad()
-        model(torch.full((1, 3), values[rank], device=device())).sum().backward()
-        optimizer.step()
-    return {"weights": weights(model), "gradients": gradients(model)}
-
-
 def accumulates(answer: Any, rank: int) -> None:
     """The gradient of micro-batches that weigh 512, 1, 1, ... in bfloat16 training."""
     for sync in ("each", "last"):
-        model = WeighTwice().to(device())
+        model = Weigh(Weigh()).to(device())  # one in the root, one in a block
         optimizer = answer.wrap(model, mesh(), Weigh, Still, dtype=torch.bfloat16)
         values = [512.0] + [1.0] * 7
         window = [(torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values]
         answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
-        got, want = gradients(model), torch.full((3,), 519 / 8)
+        got = gradients(model)
+        want, lost = (dict.fromkeys(got, torch.full((3,), n / 8)) for n in (519, 512))
         cause = "gradients are added up, or reduced, in bfloat16"
-        lost = dict.fromkeys(got, torch.full((3,), 64.0))
-        check_equal(
-            got,
-            dict.fromkeys(got, want),
-            f"gradients with sync={sync!r}",
-            cause=cause,
-            suspects={cause: lost},
-        )
+        what = f"gradients with sync={sync!r}"
+        check_equal(got, want, what, cause=cause, suspects={cause: lost})
 
 
 def window(rank: int) -> list[Batch]:
@@ -91,32 +73,23 @@ def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
 
 def refuses_arguments(answer: Any, rank: int) -> None:
     """Options that are not there, norms that are none, and a model that is not sharded."""
-    model = make().to(device())
-    optimizer = answer.wrap(model, mesh(), Block, momentum)
-    before = local_state(model, optimizer)
-    cases: list[tuple[dict[str, Any], str]] = [
-        *(({"sync": sync}, str(sync)) for sync in ("first", None, True)),
-        *(({"max_norm": norm}, str(norm)) for norm in (0.0, -1.5, float("nan"), -float("inf"))),
+    model, plain = make().to(device()), make().to(device())
+    wrapped = model, answer.wrap(model, mesh(), Block, momentum)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        *((wrapped, {"sync": sync}, str(sync)) for sync in ("first", None, True)),
+        *((wrapped, {"max_norm": x}, str(x)) for x in (0.0, -1.5, float("nan"), -float("inf"))),
+        ((plain, momentum(plain.parameters())), {}, ""),
     ]
-    for options, word in cases:
-        shown = " and ".join(f"{k}={v!r}" for k, v in options.items())
+    for (module, optimizer), options, word in cases:
+        before = local_state(module, optimizer)
+        shown = "".join(f"{k}={v!r}" for k, v in options.items())
+        cause = f"{shown} is taken for something else"
         check_raises(
-            functools.partial(answer.train_step, model, window(rank), mse, optimizer, **options),
+            functools.partial(answer.train_step, module, window(rank), mse, optimizer, **options),
             ValueError,
             mentions=[word],
-            when=f"where {shown}",
-            cause=f"{shown} is taken for something else",
+            when=f"where {shown or 'the model is not sharded'}",
+            cause=cause if shown else "whether the model is sharded is not looked at",
         )
         cause = "the work has begun before everything was checked"
-        check_untouched(before, model, optimizer, call="the refused call", cause=cause)
-    plain = make().to(device())
-    own = momentum(plain.parameters())
-    before = local_state(plain, own)
-    check_raises(
-        lambda: answer.train_step(plain, window(rank), mse, own),
-        ValueError,
-        when="where the model is not sharded",
-        cause="whether the model is sharded is not looked at",
-    )
-    cause = "the model is looked at after the step"
-    check_untouched(before, plain, own, call="the refused call", cause=cause)
+        check_untouched(before, module, optimizer, call="the refused call", cause=cause)

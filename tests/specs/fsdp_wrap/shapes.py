@@ -38,39 +38,29 @@ class Backwards(nn.Sequential):
 
 
 class Weigh(nn.Module):
-    """x * weight: the weight's gradient is the sum of x."""
+    """x * weight, and what blocks inside make of x: the gradient of each weight is the sum of x."""
 
-    def __init__(self) -> None:
+    def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
+        self.inside = nn.ModuleList(inside)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class WeighTwice(nn.Module):
-    """A weight in a block, and one in the root; both have the sum of x for a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Weigh()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x) + x * self.weight
+        return sum((block(x) for block in self.inside), x * self.weight)
 
 
 class Watched(nn.Module):
-    """A block with integers and flags beside its input, which notes dtypes; by a float32 buffer
-    what it computes is float32 in the end.
+    """A block with integers and flags beside its input, perhaps around another one, which notes
+    dtypes; by a float32 buffer what it computes is float32 in the end.
 
     It has no Linear, which would raise where dtypes are mixed.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, inside: Watched | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.register_buffer("table", torch.ones(width))
+        self.inside = inside
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+        self.register_buffer("table", torch.ones(FEATURES))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x: Tensor, places: Tensor, *, more: Any) -> Tensor:
@@ -81,44 +71,29 @@ class Watched(nn.Module):
             "integers": places.dtype,
             "flags": more["mask"].dtype,
         }
+        if self.inside is not None:
+            x = self.inside(x, places, more=more)
+            self.seen["what a block returns"] = x.dtype
         return x + torch.relu(x * self.weight) * more["mask"] * self.table
 
 
-class Around(nn.Module):
-    """A block with a watched one inside; it notes what it gets itself, and what that returns."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inside = Watched(width)
-        self.seen: dict[str, torch.dtype] = {}
-
-    def forward(self, x: Tensor, places: Tensor, *, more: Any) -> Tensor:
-        y: Tensor = self.inside(x, places, more=more)
-        mine = {"input of a block": x.dtype, "what a block returns": y.dtype}
-        self.seen = {**self.inside.seen, **mine}
-        return y
-
-
 class WatchedModel(nn.Module):
-    """Two watched blocks, one in another; it notes what the first one returns, and what it
-    computes itself.
-
-    What the second one gets is float32: a buffer is, and has made it so.
+    """A watched block in another, which get float32, as a buffer has made it; it notes what they
+    return, and what it computes itself.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(FEATURES))
-        self.first, self.second = Watched(FEATURES), Around(FEATURES)
+        self.block = Watched(Watched())
         self.gain = nn.Parameter(torch.ones(FEATURES))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Any]) -> Any:
         shift = more["shifts"][0]["shift"]
         own = more | {"shifts": [{"shift": shift * self.table}]}
-        x = self.first(inputs, places, more=more)
-        y = self.second(x * self.table, places, more=own)
-        out = y * self.gain
+        x = self.block(inputs * self.table, places, more=own)
+        out = x * self.gain
         self.seen = {
             "what a block returns": x.dtype,
             "weight in the root": self.gain.dtype,
@@ -146,13 +121,6 @@ class Bare(nn.Module):
         return x + torch.exp(self.tanh(x))
 
 
-def bare() -> Shape:
-    """The second of two blocks has nothing to shard."""
-    model = make(blocks=1)
-    model.blocks = nn.Sequential(*model.blocks, Bare())
-    return model, (Block, Bare)
-
-
 class Told(Block):
     """A block that is told by keywords how much it counts, in shares."""
 
@@ -161,15 +129,18 @@ class Told(Block):
 
 
 def any_names() -> Shape:
-    """Blocks with keywords that torch's checkpoint has too, or a wrapper of forward may have."""
+    """Blocks with keywords that torch's checkpoint has too, or a wrapper of forward may have; and
+    one that has nothing to shard.
+    """
     model = make(blocks=2)
     names = {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "forward", "block"}
     shares = dict.fromkeys(names, 1 / len(names))
     # One name begins with the other: names do not tell which block is inside which.
-    model.blocks = nn.Sequential(OrderedDict(told=Told(WIDTH), told_too=Told(WIDTH)))
-    for block in model.blocks:
+    told = OrderedDict(told=Told(WIDTH), told_too=Told(WIDTH))
+    for block in told.values():
         block.register_forward_pre_hook(lambda _, args, __: (args, shares), with_kwargs=True)
-    return model, Told
+    model.blocks = nn.Sequential(told | {"bare": Bare()})
+    return model, (Told, Bare)
 
 
 class Moment(NamedTuple):
@@ -232,13 +203,6 @@ def with_a_subclass() -> Shape:
     """`nested`, and the class of the second block, a subclass, is named too."""
     model, kinds = nested()
     return model, (*kinds, Deep)
-
-
-def two_inside() -> Shape:
-    """`nested`, and the first block has two inside."""
-    model, kinds = nested()
-    model[1].inner = nn.Sequential(Block(WIDTH), Block(WIDTH))
-    return model, kinds
 
 
 class Begin(nn.Linear):

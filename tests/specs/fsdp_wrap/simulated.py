@@ -18,7 +18,7 @@ from kit.memory.ruler import bytes_of, measure
 from kit.private_torch import tree_leaves
 from kit.ranks.collectives import Collective, collectives
 from kit.ranks.shapes import Shape
-from kit.ranks.shards import part, rounded, shard_bytes, units
+from kit.ranks.shards import part, rounded, units
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import FEATURES, OUTPUTS, Block, data, make
 from specs.fsdp_wrap.cases import adamw
@@ -53,11 +53,13 @@ def tall() -> Shape:
     return Backwards(nn.Linear(COLUMNS, OUTPUTS), *blocks, nn.Linear(FEATURES, COLUMNS)), Tall
 
 
+@functools.cache
 def books(
     answer: Any,
     device: torch.device,
     ranks: int,
     rank: int = 0,
+    *,
     shape: Callable[[], Shape] = wide,
     samples: int = SAMPLES,
     forward_only: bool = False,
@@ -70,26 +72,6 @@ def books(
     """A forward and a backward of `rank` of `ranks`, with a step of Adam where that is counted, or
     a forward under no_grad after them, or one `looked` before; measured once for all specs.
     """
-    # To the cache an argument that is left out is another one than its default.
-    flags = (forward_only, adam, looked, train, autocast)
-    return _books(answer, device, ranks, rank, shape, samples, *flags, **options)
-
-
-@functools.cache
-def _books(
-    answer: Any,
-    device: torch.device,
-    ranks: int,
-    rank: int,
-    shape: Callable[[], Shape],
-    samples: int,
-    forward_only: bool,
-    adam: bool,
-    looked: bool,
-    train: bool,
-    autocast: bool,
-    **options: Any,
-) -> Books:
     with simulated_world(ranks, device, rank=rank) as mesh:
         model, kinds = shape()
         model.to(device).train(train)
@@ -137,30 +119,6 @@ def left_by_wrap(answer: Any, device: torch.device) -> int:
         return before + measure(lambda: held.append(wrap()), device, known=[model]).retained
 
 
-def gathered_at_runs(
-    answer: Any, device: torch.device, shape: Callable[[], Shape] = wide
-) -> list[int]:
-    """Of a step: how many blocks have been gathered so far, each time that one begins to run,
-    forward or backward.
-    """
-    seen: list[int] = []
-    with simulated_world(8, device) as mesh, collectives() as calls:
-        model, kinds = shape()
-        answer.wrap(model.to(device), mesh, kinds, adamw)
-
-        def note(*_: Any) -> None:
-            seen.append(sum(call.kind == "all_gather" for call in calls) - 1)  # but the root's
-
-        for block in model.modules():
-            if isinstance(block, kinds):
-                block.register_forward_pre_hook(note)
-                block.register_forward_hook(lambda *args: args[2].register_hook(note) and None)
-        (batch,) = data([SAMPLES], seed=0)
-        inputs, targets = (tensor.to(device) for tensor in batch)
-        mse(model(inputs), targets).backward()
-    return seen
-
-
 def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: str) -> None:
     """Fail unless a step makes these collective calls, in any order."""
     __tracebackhide__ = True
@@ -176,8 +134,8 @@ def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: st
     )
     check(
         got == want,
-        expected=f"in {what} calls of {_show(want - got)}",
-        got=f"of {_show(got - want)} instead",
+        expected=f"in {what} calls of {show(want - got)}",
+        got=f"of {show(got - want)} instead",
         cause="the units are others: their parameters, or the dtype that they are sent in",
     )
 
@@ -195,7 +153,7 @@ def _cause(counts: list[int], wanted: list[int]) -> str:
     return "a block is not given back after forward"
 
 
-def _show(calls: Counter[Collective]) -> str:
+def show(calls: Counter[Collective]) -> str:
     parts = [
         f"{n} {call.kind} of {call.numel} {str(call.dtype).removeprefix('torch.')}"
         for call, n in sorted(calls.items(), key=str)
@@ -209,15 +167,16 @@ def planned(
     gathers: int = 2,
     dtype: torch.dtype = torch.float32,
     reductions: int = 1,
+    passes: int = 1,
 ) -> Counter[Collective]:
-    """The calls of a step. A rank sends its part of a unit to gather it, padding included, and its
-    whole gradients to reduce them: ranks times as much. Frozen parameters have no gradients.
+    """The calls of a step. A rank sends its part of a unit to gather it, in each pass, padding
+    included, and its whole gradients to reduce them: ranks times as much. What is frozen has none.
     """
     *blocks, root = units(*shape())
     plan = Counter[Collective]()
     for unit, times in [*((block, gathers) for block in blocks), (root, 1)]:
         if unit:
-            plan[Collective("all_gather", _parts(unit, ranks), dtype)] += times
+            plan[Collective("all_gather", _parts(unit, ranks), dtype)] += times * passes
         if trained := [p for p in unit if p.requires_grad]:
             numel = ranks * _parts(trained, ranks)
             plan[Collective("reduce_scatter", numel, torch.float32)] += reductions
@@ -228,20 +187,14 @@ def _parts(parameters: list[nn.Parameter], ranks: int) -> int:
     return sum(part(p, ranks) for p in parameters)
 
 
-def state_bytes(parameters: list[nn.Parameter], ranks: int) -> int:
-    """A rank's part of weights, gradients and both averages of Adam; a storage of 512 bytes for
-    each parameter's count of steps, and one for the buffer.
-    """
-    return 4 * shard_bytes(parameters, ranks) + 512 * (len(parameters) + 1)
-
-
 def check_whole(
     yours: Account,
-    theirs: Account | None,
+    theirs: Account,
     blocks: list[int],
     root: int,
     where: str,
     reshard: bool = True,
+    cause: str = "blocks are not given back after forward, or a unit is more than one block",
 ) -> None:
     """Fail if more is gathered at a time than two blocks and the root's unit."""
     __tracebackhide__ = True
@@ -250,9 +203,9 @@ def check_whole(
         yours.most["unsharded"],
         (sum(sorted(blocks)[-2:]) if reshard else sum(blocks)) + root,
         plain=sum(blocks) + root if reshard else None,
-        reference=theirs.most["unsharded"] if theirs else None,
+        reference=theirs.most["unsharded"],
         formula="two blocks + the root's unit" if reshard else "the whole model",
-        cause="blocks are not given back after forward, or a unit is more than one block",
+        cause=cause,
     )
 
 

@@ -15,12 +15,17 @@ from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import human
 from kit.ranks.collectives import Collective, collectives
-from kit.ranks.shards import part, shard_bytes, units, whole_bytes
+from kit.ranks.shards import shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block, data, make
 from specs.fsdp_wrap.cases import Still
+from specs.fsdp_wrap.simulated import check_whole, planned, show
 
 WIDTH, BLOCKS = 40, 3
+
+
+class NoLoss(Exception):
+    """What a loss raises."""
 
 
 @functools.cache
@@ -35,12 +40,14 @@ def second_step(
     checkpoint: bool = False,
     classes: int = 0,
     again: bool = False,
+    fails: bool = False,
     **options: Any,
 ) -> tuple[Account, list[Collective]]:
     """What rank 0 holds and calls in the second step, one of these micro-batches, or `again` with
     the first one for the last.
 
-    With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory.
+    With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory. If it
+    `fails` the second loss raises, and a pass by hand follows.
     """
     with simulated_world(ranks, device) as mesh:
         model = make(width, blocks).to(device)
@@ -51,70 +58,48 @@ def second_step(
         if again:
             window[-1] = window[0]
 
+        def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+            if fails and len(targets) == samples[1]:
+                raise NoLoss
+            return output.sum(1).mean() if classes else mse(output, targets)
+
         def step(count: int = len(window)) -> None:
-            loss = (lambda out, _: out.sum(1).mean()) if classes else mse
-            answer.train_step(model, window[:count], loss, optimizer, **options)
+            with contextlib.suppress(NoLoss):
+                answer.train_step(model, window[:count], loss_fn, optimizer, **options)
+            if fails:
+                mse(model(window[0][0]), window[0][1]).backward()
 
         step(1)  # the first one makes what stays
         with collectives() as calls:
             return account(step, device, model=model, optimizer=optimizer), calls
 
 
-def left_after_an_error(answer: Any, device: torch.device) -> dict[str, int]:
-    """Bytes on rank 0 of 8 after a train_step whose second loss raises, and a pass by hand."""
-
-    def losses(output: Tensor, targets: Tensor) -> Tensor:
-        if len(targets) == 3:
-            raise ArithmeticError("no loss")
-        return mse(output, targets)
-
-    with simulated_world(8, device) as mesh:
-        model = make(WIDTH, BLOCKS).to(device)
-        optimizer = answer.wrap(model, mesh, Block, Still)
-        window = [(x.to(device), y.to(device)) for x, y in data((4, 3, 5), seed=0)]
-
-        def step() -> None:
-            with contextlib.suppress(ArithmeticError):
-                answer.train_step(model, window, losses, optimizer)
-            mse(model(window[0][0]), window[0][1]).backward()
-
-        return account(step, device, model=model, optimizer=optimizer, known=window).after
-
-
 def check_reductions(
     calls: list[Collective], ranks: int, times: int, count: int = 3, blocks: int = BLOCKS
 ) -> None:
-    """Fail unless each unit is reduced so often, each gather is of a unit, and the rest is little.
-
-    A unit's reduction is of N x ceil(rows / N) rows of each of its parameters, a gather of
-    ceil(rows / N); in each of `count` micro-batches a block has two and the root has one.
+    """Fail unless each unit is reduced so often, each gather is of a unit, and the rest is little,
+    in `count` micro-batches.
     """
     __tracebackhide__ = True
-    model = make(WIDTH, blocks)
-    sizes = [sum(part(p, ranks) for p in unit) for unit in units(model, Block)]
-    want = Counter({ranks * size: times * n for size, n in Counter(sizes).items()})
-    got = Counter(call.numel for call in calls if call.kind == "reduce_scatter")
+    got = Counter(calls)
+    want = planned(lambda: (make(WIDTH, blocks), Block), ranks, reductions=times, passes=count)
+    mine, true = (
+        Counter({call: n for call, n in found.items() if call.kind == "reduce_scatter"})
+        for found in (got, want)
+    )
     cause = "micro-batches whose gradients are not wanted yet are reduced"
-    if sum(got.values()) < sum(want.values()):
+    if mine.total() < true.total():
         cause = "a backward pass that should reduce gradients does not"
-    check_equal(_shown(got), _shown(want), "reductions by size", cause=cause)
-    left = Counter(sizes[-1:] * count + sizes[:-1] * 2 * count)
-    limit = 64 + 4 * len([*model.parameters()])
-    for call in calls:
+    check_equal(show(mine), show(true), "reductions by size", cause=cause)
+    limit = 64 + 4 * len([*make(WIDTH, blocks).parameters()])
+    for call in got - want:
         size = call.numel * call.dtype.itemsize
-        if call.kind == "all_gather" and left[call.numel] > 0:
-            left[call.numel] -= 1
-        elif call.kind != "reduce_scatter":
-            check(
-                size <= limit,
-                expected=f"two gathers of each block, one of the root, and else at most {limit} B",
-                got=f"one more {call.kind} of {human(size)}",
-                cause="gradients are sent for the norm, or a unit is gathered once too often",
-            )
-
-
-def _shown(sizes: Counter[int]) -> str:
-    return ", ".join(f"{times} of {size}" for size, times in sorted(sizes.items()))
+        check(
+            size <= limit,
+            expected=f"two gathers of each block, one of the root, and else at most {limit} B",
+            got=f"one more {call.kind} of {human(size)}",
+            cause="gradients are sent for the norm, or a unit is gathered once too often",
+        )
 
 
 def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:
@@ -125,27 +110,21 @@ def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> 
     whole = [whole_bytes(unit, 1) for unit in units(model, Block)]
     of_whole = 2 * max(whole) if sync == "each" else sum(whole) + max(whole)
     yours, theirs = (
-        second_step(module, device, 64, sync=sync, max_norm=1.0)[0].most
+        second_step(module, device, 64, sync=sync, max_norm=1.0)[0]
         for module in (answer, reference)
     )
     check_bar(
         f"gradients at their most on rank 0 of 64, sync={sync!r}",
-        yours["gradients"],
+        yours.most["gradients"],
         shard_bytes(model.parameters(), 64) + of_whole,
         plain=shard_bytes(model.parameters(), 64) + (1 + (sync == "last")) * sum(whole),
-        reference=theirs["gradients"],
+        reference=theirs.most["gradients"],
         formula="shards + the whole gradients of "
         + ("two blocks" if sync == "each" else "the model and one more block"),
         cause="whole gradients are held beyond the backward pass of their unit"
         if sync == "each"
         else "there is a second set of whole gradients",
     )
-    check_bar(
-        f"gathered parameters on 64 ranks, 3 micro-batches, sync={sync!r}",
-        yours["unsharded"],
-        sum(sorted(blocks)[-2:]) + root,
-        plain=sum(blocks) + root,
-        reference=theirs["unsharded"],
-        formula="two blocks + the root's unit; plain is the whole model",
-        cause="blocks stay gathered for the next micro-batch",
-    )
+    where = f"on 64 ranks, 3 micro-batches, sync={sync!r}"
+    cause = "blocks stay gathered for the next micro-batch"
+    check_whole(yours, theirs, blocks, root, where, cause=cause)
