@@ -132,6 +132,7 @@ class TestPart3Segments:
         x.requires_grad_(kind != "data")
         layers.train(kind != "evaluated")
         largest = math.ceil(count / segments)
+        more = ", as in eval mode" * (kind == "evaluated")
 
         def peak(run, layers=layers):
             step = lambda: w.loss_of(run(layers, x, segments)).backward()  # noqa: E731
@@ -143,7 +144,7 @@ class TestPart3Segments:
             (answer.run_in_segments, reference.run_in_segments, plain_chain),
             segments * x.nbytes + peak(plain_chain, layers[:largest]),
             f"{segments} inputs + the plain peak of {largest} of the layers",
-            "a segment is larger than it need be, or the first run builds a graph",
+            f"a segment is larger than it need be, or the first run builds a graph{more}",
         )
 
     @pytest.mark.saves("best_segments", "peak")
