@@ -14,15 +14,6 @@ def _broke_off(want, w):
     return want["outcome"] not in ("returns", "ValueError")
 
 
-def _clips_an_infinity(want, w):
-    return "not finite" in w.tags and w.scaler is None and "max_norm" in w.options
-
-
-def _in_float32_inside_autocast(want, w):
-    """Whether an epoch in float32 leaves the caller's autocast on, nothing says."""
-    return "the caller's autocast" in w.tags and w.dtype == torch.float32
-
-
 # What was on the way when an error came is nobody's business, nor are gradients of others.
 _ON_THE_WAY = "passes|loss calls|losses that|buffers|random|steps taken at"
 FREE = (
@@ -42,9 +33,16 @@ EPOCH_FREE = (
     *FREE,
     ("passes|loss calls|steps taken at", lambda _, w: "bad micro-batch" in w.tags),
     ("grad_norm", lambda _, w: "norm beyond float32" in w.tags),
-    ("passes|loss calls|loss|grad_norm", _in_float32_inside_autocast),
+    # Whether an epoch in float32 leaves the caller's autocast on, nothing says.
+    (
+        "passes|loss calls|loss|grad_norm",
+        lambda _, w: "the caller's autocast" in w.tags and w.dtype == torch.float32,
+    ),
     # What clipping makes of an infinity that no scaler keeps away from the weights.
-    ("gradients at|weights|optimizer state", _clips_an_infinity),
+    (
+        "gradients at|weights|optimizer state",
+        lambda _, w: "not finite" in w.tags and w.scaler is None and "max_norm" in w.options,
+    ),
 )
 
 

@@ -16,8 +16,7 @@ wide_output: 64 rows of 4,096 logits, L = 1 MiB. In the backward pass there are 
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 
 import pytest
 import torch
@@ -30,6 +29,8 @@ from kit.laws.precisions import scaler_for
 from kit.laws.toys import mlp, mse
 from kit.memory.ruler import bytes_of, measure
 
+# A model and a window for it.
+Case = namedtuple("Case", "name model batches loss dtype", defaults=[torch.float32])
 CLASSES = 4096
 CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_output"])
 CASES_OF_TOKENS = pytest.mark.parametrize("case", [*CASES.args[1], "wide_output-bf16"])
@@ -59,17 +60,6 @@ class Keeping(nn.Module):
 
     def forward(self, x):
         return _Keep.apply(x)
-
-
-@dataclass
-class Case:
-    """A model and a window for it."""
-
-    name: str
-    model: nn.Module
-    batches: list
-    loss: Callable
-    dtype: torch.dtype = torch.float32
 
 
 def limit_of(case, has_data=False):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from kit.laws import draw, twists
 from kit.laws.precisions import default_dtype
 from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
-from kit.laws.twists import fails, foreign, insert, put, refused, trained_before, unused
+from kit.laws.twists import fails, foreign, insert, option, put, refused, trained_before, unused
 
 
 def epoch():
@@ -114,14 +114,7 @@ def kept_losses(w):
         return kept[-1]
 
     w.loss = loss
-    what = "losses that the loss function kept"
-    note_afterwards(w, what, lambda: [x.detach() for x in kept])
-
-
-def infinite_loss(w):
-    """Of the second micro-batch."""
-    inputs, targets = w.batches[1]
-    w.batches[1] = (inputs, targets * math.inf)
+    note_afterwards(w, "losses that the loss function kept", lambda: [x.detach() for x in kept])
 
 
 def inputs_with_a_parameter(w):
@@ -167,10 +160,7 @@ def runs_before_the_step(w):
     w.after.append(lambda w: w.optimizer.register_step_pre_hook(hook))
 
 
-def with_autocast_off(w):
-    """Inside whatever there is."""
-    w.inside.append(lambda: torch.autocast(w.device.type, enabled=False))
-
+HALF = option(max_norm=0.5)
 
 # Rows of several specs, as they yield them.
 MODES = [
@@ -201,7 +191,7 @@ LOSSES = [
         "a loss of 0, and below, with a gradient",
         put(loss=lambda out, y: (out - out.detach()).mean() - len(out) // 2),
     ),
-    ("an infinite loss", infinite_loss),
+    ("an infinite loss", lambda w: w.batches[1][1].mul_(math.inf)),
 ]
 NO_GRADIENT = ("a parameter without a gradient", unused)
 FOREIGN = [
@@ -213,7 +203,11 @@ FOREIGN = [
 IN_AUTOCAST = twists.inside_autocast(torch.bfloat16), tag("the caller's autocast")
 AUTOCAST = [
     ("inside the caller's autocast", *IN_AUTOCAST),
-    ("with autocast off, inside the caller's autocast", *IN_AUTOCAST, with_autocast_off),
+    (
+        "with autocast off, inside the caller's autocast",
+        *IN_AUTOCAST,
+        lambda w: w.inside.append(lambda: torch.autocast(w.device.type, enabled=False)),
+    ),
     ("in autocast, and a hook runs the model before the step", *IN_AUTOCAST, runs_before_the_step),
 ]
 

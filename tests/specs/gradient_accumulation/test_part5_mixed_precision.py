@@ -15,9 +15,7 @@ from kit.laws.trace import Probe
 from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
 from specs.gradient_accumulation import memory
 from specs.gradient_accumulation.laws import EPOCH
-from specs.gradient_accumulation.scenarios import gradient_of_another, tag
-
-HALF = option(max_norm=0.5)
+from specs.gradient_accumulation.scenarios import HALF, gradient_of_another, tag
 
 
 def only_the_loss(w):
