@@ -27,6 +27,7 @@ class TestPart4AccumulateOnRanks:
             suspects={
                 "DDP's average over the ranks is not multiplied away": rows(1.5, 0.5),
                 "each rank divides by its own tokens: a mean of the ranks' means": rows(2, 2),
+                "each rank divides by its own tokens: a sum of the ranks' means": rows(4, 4),
                 "rank 0 steps with its own gradients: nothing is synchronised": rows(6, 0),
             },
         )
