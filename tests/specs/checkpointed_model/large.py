@@ -26,7 +26,7 @@ def large(
     dtype=torch.float32,
     grad=True,  # of x
     frozen=lambda name: False,  # whether a parameter of this name is
-    before=lambda model: model,  # happens before the step; gives the model that makes it
+    before=lambda model: None,  # happens before the step, and may give another model
     spoil=None,  # changes the model, the first input or mask between the passes
     **step,
 ):
@@ -38,7 +38,7 @@ def large(
         model = answer.LargeModel(layers, WIDTH, **options).to(device, dtype)
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen(name))
-        model = before(model.train(train))
+        model = before(model.train(train)) or model
         shape = (rows, *SHAPE[1:])
         like = {"device": device, "dtype": dtype, "requires_grad": grad}
         x = [draw.randn(*shape, **like) for _ in range(passes)]
@@ -73,7 +73,6 @@ def replaced(model):
     stepped(model)
     model.layers[1] = copy.deepcopy(model.layers[2])
     model.layers[1].dropout.p = 0.5
-    return model
 
 
 @scenarios("the step")
@@ -193,21 +192,18 @@ def check_limit(title, limit, formula, reads, *modules, cause, suspects=None):
     check_bar(title, yours, limit, cause=cause, suspects=plain | (suspects or {}), **shown)
 
 
-def check_model(reads, layers, size, case, limit, formula, *modules, device, cause):
-    """The same for a LargeModel, by what `peak` or `held` reads."""
+def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause):
+    """The same for a LargeModel: `peak` reads so many inputs and an inside, `held` inputs alone."""
     __tracebackhide__ = True
     read = functools.partial(of_model, reads, device=device, case=case)
-    what = "held between the passes" if reads is held else "peak above the baseline"
-    by = f" by {size}" if size > 1 else ""
-    left_out = {
-        f"segment_size is not heeded in this case: {case}": lambda: read(modules[0], layers, 1)
-    }
-    check_limit(
-        f"{what}, {layers} blocks{by}, {case}",
-        limit,
-        formula,
-        lambda module: read(module or modules[0], layers, size if module else 0),
-        *modules,
-        cause=cause,
-        suspects=left_out if size > 1 else {},
-    )
+    title, formula = f"held between the passes, {layers} blocks", f"({words}) inputs"
+    limit, suspects = inputs * one_input(large_inputs(device)), {}
+    if reads is peak:
+        title, formula = f"peak above the baseline, {layers} blocks", f"{formula} + 1 inside"
+        limit += inside(answer, device)
+    if size > 1:
+        title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
+        suspects[unheeded] = lambda: read(answer, layers, 1)
+    of = lambda module: read(module or answer, layers, size if module else 0)  # noqa: E731
+    given = (f"{title}, {case}", limit, formula, of, answer, reference)
+    check_limit(*given, cause=cause, suspects=suspects)
