@@ -75,6 +75,15 @@ def replaced(model):
     model.layers[1].dropout.p = 0.5
 
 
+def twin_of(model):
+    """A copy with other weights."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    return twin
+
+
 @scenarios("the step")
 def as_without(answer, device, name, build, runs=2):
     """A step shows what it shows without checkpoints; `runs` is how often a block runs."""
@@ -180,16 +189,15 @@ def inside(module, device):
     return peak(block, x, lambda: block(x))
 
 
-def check_limit(title, limit, formula, reads, *modules, cause, suspects=None):
+def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspects=None):
     """Hold what is read of an answer to a limit, beside the reference's and the plain model's.
 
     `reads` gives bytes with the checkpoints of a module, and without any for None.
     """
     __tracebackhide__ = True
-    yours, reference = map(reads, modules)
-    shown = {"plain": reads(None), "reference": reference, "formula": formula}
+    shown = {"plain": reads(None), "reference": reads(reference), "formula": formula}
     plain = {"nothing is recomputed: plain calls take just that": shown["plain"]}
-    check_bar(title, yours, limit, cause=cause, suspects=plain | (suspects or {}), **shown)
+    check_bar(title, reads(answer), limit, cause=cause, suspects=plain | (suspects or {}), **shown)
 
 
 def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause):

@@ -8,8 +8,6 @@ import pytest
 from kit.laws import draw
 from specs.checkpointed_model.steps import Step
 
-_SIZES = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 24, "vocab_size": 64}
-
 
 def stranger(train=True):
     """A step of such a model."""
@@ -19,12 +17,13 @@ def stranger(train=True):
         logging.getLogger("transformers").setLevel(logging.ERROR)
         # The import takes over a second, so it waits for the first spec that needs it.
         library = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
+        options = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 24, "vocab_size": 64}
         # On cuda such attention is one operation that draws random numbers, and not to be kept.
-        options = {**_SIZES, "attn_pdrop": 0.0 if device.type == "cuda" else 0.1}
+        options["attn_pdrop"] = 0.0 if device.type == "cuda" else 0.1
         draw.seed(5)
         config = library.GPT2Config(**options, bos_token_id=0, eos_token_id=0, use_cache=False)
         model = library.GPT2Model(config).to(device)
-        x = draw.randint(64, (3, _SIZES["n_positions"]), device=device)
+        x = draw.randint(64, (3, 24), device=device)
         blocks = list(model.train().h)
         prepare(model, library.GPT2Block)
         model.train(train)

@@ -1,6 +1,5 @@
 """A model with a checkpoint for each block: values, runs, the same bits, and bytes."""
 
-import copy
 from functools import partial
 from itertools import product
 
@@ -23,6 +22,7 @@ from specs.checkpointed_model.large import (
     peak,
     replaced,
     stepped,
+    twin_of,
 )
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, twice
 
@@ -303,11 +303,7 @@ def _in_blocks(numbers, name):
 def _copied(model):
     """A copy, with other weights, of a model that has made a step."""
     stepped(model)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(1.5)
-    return twin
+    return twin_of(model)
 
 
 def _then(model, **values):

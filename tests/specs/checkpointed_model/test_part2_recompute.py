@@ -98,15 +98,14 @@ class TestPart2Recompute:
             return run(partial(forward, run), x, state=[model])
 
         step, inputs = (around, 1) if how == "in_one_more" else (forward, 3)
-        check_limit(
-            f"held between the passes, 3 calls, {how}",
-            (inputs + 1) * one_input(x),
-            f"({inputs} + 1) inputs",
-            lambda m: held(model, x, lambda: step(m.recompute if m else plain)),
-            *(answer, reference),
-            cause="something of the inside is kept, or arguments are held by something else than"
-            " the graph: a call around this one cannot free them",
+        reads = lambda m: held(model, x, lambda: step(m.recompute if m else plain))  # noqa: E731
+        title, formula = f"held between the passes, 3 calls, {how}", f"({inputs} + 1) inputs"
+        given = (title, (inputs + 1) * one_input(x), formula, reads, answer, reference)
+        cause = (
+            "something of the inside is kept, or arguments are held by something else than the"
+            " graph: a call around this one cannot free them"
         )
+        check_limit(*given, cause=cause)
 
     @pytest.mark.survives("recompute", "function")
     @recomputed("an argument, a result, or the graph of one of them is lost on the way")

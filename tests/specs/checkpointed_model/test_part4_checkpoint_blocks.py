@@ -33,6 +33,7 @@ from specs.checkpointed_model.large import (
     large_inputs,
     one_input,
     peak,
+    twin_of,
 )
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, twice
 from specs.checkpointed_model.strangers import stranger
@@ -265,9 +266,6 @@ def _copied(train, model):
     for block in model.order:
         tree_leaves(block(torch.ones(SHAPE, device=block.up.weight.device)))[0].sum().backward()
     model.zero_grad()
-    twin = copy.deepcopy(copy.deepcopy(model))
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(1.5)
+    twin = twin_of(copy.deepcopy(model))
     model.train(not train)
     return twin.train(train)
