@@ -26,7 +26,7 @@ def large(
     dtype=torch.float32,
     grad=True,  # of x
     frozen=lambda name: False,  # whether a parameter of this name is
-    before=lambda model: model,  # happens before the step; gives the model that makes it
+    before=lambda model: None,  # happens before the step, and may give another model
     spoil=None,  # changes the model, the first input or mask between the passes
     **step,
 ):
@@ -38,7 +38,7 @@ def large(
         model = answer.LargeModel(layers, WIDTH, **options).to(device, dtype)
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen(name))
-        model = before(model.train(train))
+        model = before(model.train(train)) or model
         shape = (rows, *SHAPE[1:])
         like = {"device": device, "dtype": dtype, "requires_grad": grad}
         x = [draw.randn(*shape, **like) for _ in range(passes)]
@@ -73,7 +73,15 @@ def replaced(model):
     stepped(model)
     model.layers[1] = copy.deepcopy(model.layers[2])
     model.layers[1].dropout.p = 0.5
-    return model
+
+
+def twin_of(model):
+    """A copy with other weights."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    return twin
 
 
 @scenarios("the step")
@@ -181,33 +189,29 @@ def inside(module, device):
     return peak(block, x, lambda: block(x))
 
 
-def check_limit(title, limit, formula, reads, *modules, cause, suspects=None):
+def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspects=None):
     """Hold what is read of an answer to a limit, beside the reference's and the plain model's.
 
     `reads` gives bytes with the checkpoints of a module, and without any for None.
     """
     __tracebackhide__ = True
-    yours, reference = map(reads, modules)
-    shown = {"plain": reads(None), "reference": reference, "formula": formula}
+    shown = {"plain": reads(None), "reference": reads(reference), "formula": formula}
     plain = {"nothing is recomputed: plain calls take just that": shown["plain"]}
-    check_bar(title, yours, limit, cause=cause, suspects=plain | (suspects or {}), **shown)
+    check_bar(title, reads(answer), limit, cause=cause, suspects=plain | (suspects or {}), **shown)
 
 
-def check_model(reads, layers, size, case, limit, formula, *modules, device, cause):
-    """The same for a LargeModel, by what `peak` or `held` reads."""
+def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause):
+    """The same for a LargeModel: `peak` reads so many inputs and an inside, `held` inputs alone."""
     __tracebackhide__ = True
     read = functools.partial(of_model, reads, device=device, case=case)
-    what = "held between the passes" if reads is held else "peak above the baseline"
-    by = f" by {size}" if size > 1 else ""
-    left_out = {
-        f"segment_size is not heeded in this case: {case}": lambda: read(modules[0], layers, 1)
-    }
-    check_limit(
-        f"{what}, {layers} blocks{by}, {case}",
-        limit,
-        formula,
-        lambda module: read(module or modules[0], layers, size if module else 0),
-        *modules,
-        cause=cause,
-        suspects=left_out if size > 1 else {},
-    )
+    title, formula = f"held between the passes, {layers} blocks", f"({words}) inputs"
+    limit, suspects = inputs * one_input(large_inputs(device)), {}
+    if reads is peak:
+        title, formula = f"peak above the baseline, {layers} blocks", f"{formula} + 1 inside"
+        limit += inside(answer, device)
+    if size > 1:
+        title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
+        suspects[unheeded] = lambda: read(answer, layers, 1)
+    of = lambda module: read(module or answer, layers, size if module else 0)  # noqa: E731
+    given = (f"{title}, {case}", limit, formula, of, answer, reference)
+    check_limit(*given, cause=cause, suspects=suspects)

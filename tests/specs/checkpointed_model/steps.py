@@ -37,9 +37,9 @@ class Runs:
     """Counts the runs of modules, and notes in which precision and mode they were."""
 
     def __init__(self, modules):
-        self.modules, self.ways = list(modules), set()
-        self.counts = [0] * len(self.modules)
-        for number, module in enumerate(self.modules):
+        self.counts, self.ways = [], set()
+        for number, module in enumerate(modules):
+            self.counts.append(0)
             module.register_forward_pre_hook(lambda *given, n=number: self._note(n, *given))
 
     def _note(self, number, module, args):
@@ -50,7 +50,7 @@ class Runs:
 
     def take(self):
         """The counts since the last time."""
-        counts, self.counts = self.counts, [0] * len(self.modules)
+        counts, self.counts = self.counts, [0] * len(self.counts)
         return counts
 
 

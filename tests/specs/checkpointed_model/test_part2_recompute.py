@@ -10,17 +10,17 @@ from torch import nn
 
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
-    NORMS,
     Counting,
     Growing,
     Nest,
     Noisy,
+    Normed,
     call,
     chain,
     counting,
+    frozen,
     mixers,
     noisy,
-    normed,
     plain,
     recomputed,
 )
@@ -77,7 +77,7 @@ class TestPart2Recompute:
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
         yield "replaced before the backward pass", chain(counting, spoil=_others)
-        norm = partial(normed, NORMS["in eval mode"][1])
+        norm = lambda: [Normed(frozen())]  # noqa: E731
         yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
 
     @pytest.mark.saves("recompute", "held")
@@ -98,22 +98,22 @@ class TestPart2Recompute:
             return run(partial(forward, run), x, state=[model])
 
         step, inputs = (around, 1) if how == "in_one_more" else (forward, 3)
-        check_limit(
-            f"held between the passes, 3 calls, {how}",
-            (inputs + 1) * one_input(x),
-            f"({inputs} + 1) inputs",
-            lambda m: held(model, x, lambda: step(m.recompute if m else plain)),
-            *(answer, reference),
-            cause="something of the inside is kept, or arguments are held by something else than"
-            " the graph: a call around this one cannot free them",
+        reads = lambda m: held(model, x, lambda: step(m.recompute if m else plain))  # noqa: E731
+        title, formula = f"held between the passes, 3 calls, {how}", f"({inputs} + 1) inputs"
+        given = (title, (inputs + 1) * one_input(x), formula, reads, answer, reference)
+        cause = (
+            "something of the inside is kept, or arguments are held by something else than the"
+            " graph: a call around this one cannot free them"
         )
+        check_limit(*given, cause=cause)
 
     @pytest.mark.survives("recompute", "function")
     @recomputed("an argument, a result, or the graph of one of them is lost on the way")
     def test_takes_and_returns_anything(self):
         yield "a dict of another class", chain(lambda: [Noisy()], call=_batched)
         yield "after a call that has failed", chain(counting, call=_after_an_error)
-        yield "what sort() gives comes and goes", chain(lambda: [Noisy()], call=_sorted)
+        by_sort = lambda run, block, x: run(lambda y: block(y[0]).sort(dim=1), x.sort(dim=1))  # noqa: E731
+        yield "what sort() gives comes and goes", chain(lambda: [Noisy()], call=by_sort)
         given = {"d": FLOAT, "c": FLOAT}
         yield "keywords and a dict that are not sorted", chain(mixers, given, b=FLOAT, a=FLOAT)
         yield "in containers by keyword", chain(mixers, a={"b": FLOAT, "c": [{"d": FLOAT}]})
@@ -138,10 +138,6 @@ def _batched(run, block, x):
     batch = Batch(pixels=x)
     batch.scale = 0.5
     return run(lambda batch: block(batch.pixels), batch)
-
-
-def _sorted(run, block, x):
-    return run(lambda pair: block(pair.values).sort(dim=1), x.sort(dim=1))
 
 
 def _after_an_error(run, block, x):

@@ -15,12 +15,13 @@ from specs.checkpointed_model.blocks import (
     Counting,
     Nest,
     Noisy,
+    Normed,
     call,
     chain,
     counting,
+    frozen,
     mixers,
     noisy,
-    normed,
     nothing,
     plain,
     recomputed,
@@ -90,7 +91,8 @@ class TestPart2RecomputeDetails:
     def test_counts_each_batch_once(self):
         """pytorch/pytorch#96136: the second run counts the batch again."""
         for name, (dims, norm) in NORMS.items():
-            yield name, chain(partial(normed, norm), passes=2, shape=(4, WIDTH, 3, 2, 2)[:dims])
+            shape = (4, WIDTH, 3, 2, 2)[:dims]
+            yield name, chain(lambda norm=norm: [Normed(norm())], passes=2, shape=shape)
 
     @pytest.mark.survives("recompute", 2)
     @recomputed("calls share what they found, or it serves one second run only")
@@ -184,8 +186,8 @@ class TestPart2RecomputeDetails:
         yield "in eval mode by then", chain(noisy, spoil=to_eval)
         yield "in training mode by then", chain(lambda: [Noisy(7).eval()], spoil=to_training)
         yield "a train() of its own", chain(counting, spoil=to_eval)
-        norm, shape = partial(normed, NORMS["in eval mode"][1]), (4, WIDTH, 3)
-        yield "a norm in training mode by then", chain(norm, shape=shape, spoil=to_training)
+        norm = chain(lambda: [Normed(frozen())], shape=(4, WIDTH, 3), spoil=to_training)
+        yield "a norm in training mode by then", norm
         yield "in eval mode for a part of the function", chain(noisy, call=_part_in_eval)
         again = chain(noisy, call=_part_in_eval, step={"backward": twice})
         yield "in eval mode for a part of the function, two passes", again, 3

@@ -13,10 +13,7 @@ from specs.checkpointed_model.large import (
     as_without,
     check_model,
     held,
-    inside,
     large,
-    large_inputs,
-    one_input,
     peak,
     replaced,
 )
@@ -81,16 +78,15 @@ class TestPart3Segments:
     def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size, case):
         """13 by 7 leaves a last segment of 6 blocks, which counts as one. 25 blocks take only
         2 * sqrt(25) + 1 inputs and an inside."""
-        limit = (cost(layers, size) + 1) * one_input(large_inputs(device)) + inside(answer, device)
-        formula = f"({math.ceil(layers / size)} segments + {size} + 1) inputs + 1 inside"
+        inputs = f"{math.ceil(layers / size)} segments + {size} + 1"
         cause = (
             "the recomputation of a segment holds all of its insides (its blocks are not"
             " checkpointed again), a segment is left out, segment_size is not heeded, or inputs are"
             " in a cycle of references, such as a function that calls itself, and stay until"
             " garbage is collected"
         )
-        given = (limit, formula, answer, reference)
-        check_model(peak, layers, size, case, *given, device=device, cause=cause)
+        given = (cost(layers, size) + 1, inputs, answer, reference, device)
+        check_model(peak, layers, size, case, *given, cause)
 
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient", LATER])
@@ -99,9 +95,8 @@ class TestPart3Segments:
 
         Were 4 the number of segments, it would be 4 inputs.
         """
-        given = (3 * one_input(large_inputs(device)), "(2 segments + 1) inputs", answer, reference)
         cause = "segment_size is the number of blocks in a segment, and not of segments"
-        check_model(held, 8, 4, case, *given, device=device, cause=cause)
+        check_model(held, 8, 4, case, 3, "2 segments + 1", answer, reference, device, cause)
 
     @pytest.mark.survives("best_segment_size", "Raises")
     @pytest.mark.parametrize("layers", [0, -4])

@@ -33,6 +33,7 @@ from specs.checkpointed_model.large import (
     large_inputs,
     one_input,
     peak,
+    twin_of,
 )
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, twice
 from specs.checkpointed_model.strangers import stranger
@@ -49,7 +50,8 @@ class TestPart4CheckpointBlocks:
         yield "a frozen block", chain(lambda: [*mixers(), Mixer().requires_grad_(False)]), [3]
         inside = lambda: [Nest(Nest(Deeper())), Deeper(Nest())]  # noqa: E731
         yield "blocks inside a block", chain(inside), [2]
-        yield "a block in two places", chain(lambda: mixers(1) * 2, tree=_two_places), [1]
+        two = lambda blocks: nn.ModuleList(nn.Sequential(block) for block in blocks)  # noqa: E731
+        yield "a block in two places", chain(lambda: mixers(1) * 2, tree=two), [1]
         other = lambda run, block, x: block(x, x.mean((0, 1)))  # noqa: E731
         yield "with other arguments each time", chain(lambda: mixers(1) * 3, call=other), [1]
 
@@ -172,8 +174,9 @@ class TestPart4CheckpointBlocks:
         for kinds, counts in (((Noisy, nn.Sequential), [2, 1]), ((nn.Sequential, Noisy), [1, 2])):
             name = f"{kinds[0].__name__}, then {kinds[1].__name__}"
             yield name, chain(make, kinds=kinds), counts, None
-            one_in_eval = chain(make, kinds=kinds, later=_outer_in_eval)
-            yield f"{name}, the outer one in eval mode", one_in_eval, counts
+            one_in_eval = lambda model: setattr(model.order[0], "training", False)  # noqa: E731
+            in_eval = chain(make, kinds=kinds, later=one_in_eval)
+            yield f"{name}, the outer one in eval mode", in_eval, counts
 
     @pytest.mark.survives("checkpoint_blocks", 10)
     @checkpointed("torch's own stream alone is set, or generators are not looked for at each call")
@@ -222,10 +225,6 @@ def _deep(blocks):
     return nn.ModuleDict(tree)
 
 
-def _two_places(blocks):
-    return nn.ModuleDict({"one": nn.Sequential(blocks[0]), "two": nn.ModuleList(blocks[1:])})
-
-
 def _blocks_alone(model):
     model.training = model.tree.training = False
 
@@ -235,10 +234,6 @@ def _layers_alone():
     for block in blocks:
         block.up.train()
     return blocks
-
-
-def _outer_in_eval(model):
-    model.order[0].training = False
 
 
 def _hooked(model):
@@ -271,9 +266,6 @@ def _copied(train, model):
     for block in model.order:
         tree_leaves(block(torch.ones(SHAPE, device=block.up.weight.device)))[0].sum().backward()
     model.zero_grad()
-    twin = copy.deepcopy(copy.deepcopy(model))
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(1.5)
+    twin = twin_of(copy.deepcopy(model))
     model.train(not train)
     return twin.train(train)
