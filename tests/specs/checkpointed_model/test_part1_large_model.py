@@ -61,7 +61,8 @@ class TestPart1LargeModel:
             got = block(x)
             draw.seed(3)
             want = by_hand(block, x)
-            suspects = {"dropout is left out": by_hand(block.eval(), x)}
+            suspects = {"the input is not added": want - x}
+            suspects["dropout is left out"] = by_hand(block.eval(), x)
         cause = "something is left out, or another is put in"
         check_close(got, want, "output", cause=cause, suspects=suspects)
         cause = "a layer has another name, or is a function where the contract has a child"
@@ -72,6 +73,7 @@ class TestPart1LargeModel:
         block = answer.MemoryIntensiveBlock(WIDTH, dropout=0.0).to(device)
         x, mask = draw.randn(*SHAPE, device=device), draw.rand(*SHAPE[:2], device=device) < 0.6
         suspects = {"the mask is turned round": by_hand(block, x, ~mask)}
+        suspects["the mask is not used"] = by_hand(block, x)
         want, cause = by_hand(block, x, mask), "something else is masked than the update"
         check_close(block(x, mask=mask), want, "output", cause=cause, suspects=suspects)
         want, cause = by_hand(block, x, mask.logical_not_()), "the mask of the call before is used"

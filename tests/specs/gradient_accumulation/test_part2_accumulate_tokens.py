@@ -37,6 +37,7 @@ class TestPart2AccumulateTokens:
                 "a mean of means: a token counts for more where there are few": rows(2, 2),
                 "tokens without a label are in the divisor": rows(2, 2 / 3),
                 "the sum over the tokens is not divided by their number": rows(12, 4),
+                "a step for each micro-batch": rows(9, 2),
                 "the targets are shifted once more; they are already": rows(4, 0),
                 "means weighted by samples: count labelled tokens": rows(1, 3),
             },
