@@ -1,4 +1,4 @@
-"""What a call that fails leaves to the garbage collector: nothing."""
+"""What a call leaves behind when its function ends in this way or that: nothing."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -7,13 +7,15 @@ from weakref import ref
 import torch
 
 from kit.laws.checks import check_equal
-from kit.laws.endings import ENDINGS, alive
+from kit.laws.endings import ENDINGS, alive, check_ending
 from kit.memory.ruler import collector_paused
 
 
-def check_nothing_waits(run: Callable, end: str, device: torch.device) -> None:
-    """Have `run` call a function that ends so, but for success: there an operation fails."""
+def check_leaves_nothing(run: Callable, end: str, device: torch.device) -> None:
+    """Have `run` call functions that end so; for success there is one more, an operation of which
+    fails. The garbage collector has nothing to do."""
     __tracebackhide__ = True
+    check_ending(run, end, torch.ones(12, device=device, requires_grad=True).exp)
     planted, there = ENDINGS[end], []
 
     def fails() -> None:

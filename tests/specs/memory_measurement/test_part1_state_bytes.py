@@ -1,6 +1,7 @@
 """Bytes of training state, each compared with a formula."""
 
 from collections import Counter, OrderedDict
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -190,6 +191,5 @@ class TestPart1StateBytes:
         wraps = {"module": model, "optimizer": Optimizer(model.parameters(), {})}
         likeness = SimpleNamespace(**of_both, **wraps, param_groups=[])
         for bad in (({},), (likeness,), (model, [1.5]), (model, []), (model, likeness)):
-            name = type(bad[-1]).__name__
-            call, when = (lambda bad=bad: answer.state_bytes(*bad)), f"for a {name}"
-            check_raises(call, TypeError, mentions=[name], when=when)
+            call, name = partial(answer.state_bytes, *bad), type(bad[-1]).__name__
+            check_raises(call, TypeError, mentions=[name], when=f"for a {name}")

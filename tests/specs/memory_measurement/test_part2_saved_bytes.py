@@ -18,7 +18,7 @@ from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mlp
 from kit.memory.ruler import collector_paused, measure
-from specs.memory_measurement.failing import check_nothing_waits
+from specs.memory_measurement.failing import check_leaves_nothing
 
 
 @scenarios("saved bytes")
@@ -144,10 +144,7 @@ class TestPart2SavedBytes:
     @pytest.mark.exact("saved_bytes", "after")
     @pytest.mark.parametrize("end", ENDINGS)
     def test_leaves_no_hook(self, answer, device, end):
-        x = leaf(12, device=device)
-        call = lambda forward: answer.saved_bytes(forward, nn.Module())  # noqa: E731
-        check_ending(call, end, x.exp)
-        check_nothing_waits(call, end, device)
+        check_leaves_nothing(lambda run: answer.saved_bytes(run, nn.Module()), end, device)
 
     @pytest.mark.saves("saved_bytes", "held")
     def test_shows_what_checkpointing_saves(self, answer, reference, device):

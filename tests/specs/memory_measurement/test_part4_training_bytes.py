@@ -2,6 +2,7 @@
 
 from enum import IntEnum
 from fractions import Fraction
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -39,7 +40,7 @@ def recipe(name, weights, gradients, optimizer):
 def check_refusals(answer, error, cases):
     for words, value in cases.items():
         when = f"for training_bytes({words})"
-        check_raises(lambda words=words: call(answer, words), error, mentions=[value], when=when)
+        check_raises(partial(call, answer, words), error, mentions=[value], when=when)
 
 
 class TestPart4TrainingBytes:

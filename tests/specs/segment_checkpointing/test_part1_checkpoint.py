@@ -213,11 +213,10 @@ class TestPart1Checkpoint:
             step()
             left = alive(seen)
             collect()
-            garbage = left and not alive(seen)
         cycle = {"the graph is kept alive by a cycle: only the collector frees it": left}
         cause = "something outside of the graph keeps them"
         what = f"of {len(seen)} (the function; storages of argument, inside, output) still alive"
-        check_equal(left, 0, what, cause=cause, suspects=cycle if garbage else {})
+        check_equal(left, 0, what, cause=cause, suspects={} if alive(seen) else cycle)
 
     @pytest.mark.survives("checkpoint", "no_grad")
     @w.as_plain("no_grad() and inference_mode() are not asked for")

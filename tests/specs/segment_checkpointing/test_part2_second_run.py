@@ -59,22 +59,13 @@ class TestPart2SecondRun:
         """A wrong dtype changes gradients by some 0.5 % only: hence dtypes and bits."""
         layer, model, x = nn.Linear(7, 7), w.probed(nn.Linear(7, 7)), w.leaf(11, 7)
         block = partial(torch.autocast, x.device.type)
-        off = block(enabled=False)
-
-        def inside(block, step):
-            def under(call):
-                with block:
-                    return step(call)
-
-            return under
-
-        bfloat16, float16 = block(torch.bfloat16), block(torch.float16)
-        yield "bfloat16, backward outside", inside(bfloat16, lambda c: c(model, x))
-        yield "float16, backward outside", inside(float16, lambda c: c(model, x))
+        off, bfloat16, float16 = block(enabled=False), block(torch.bfloat16), block(torch.float16)
+        yield "bfloat16, backward outside", bfloat16(lambda c: c(model, x))
+        yield "float16, backward outside", float16(lambda c: c(model, x))
 
         def backward_in_bfloat16(of, function):
             def step(call):
-                out = inside(of, lambda c: c(function, x))(call)
+                out = of(lambda: call(function, x))()
                 with bfloat16:  # which finds a weight that was cast, to whatever dtype
                     before = layer(x).detach()
                     w.loss_of(out).backward()
@@ -86,12 +77,12 @@ class TestPart2SecondRun:
         yield "float16, backward inside of bfloat16", backward_in_bfloat16(float16, layer)
         dtype_only = block(torch.float16, enabled=False)
         own = lambda a: block()(lambda t: model(t))(a)  # noqa: E731
-        yield "float16, but off until inside", inside(dtype_only, lambda c: c(own, x))
+        yield "float16, but off until inside", dtype_only(lambda c: c(own, x))
         cast = nn.Linear(4, 4, bias=False)  # of numbers that bfloat16 holds and adds exactly
         nn.init.eye_(cast.weight)
         bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
         # pytorch#112583: in torch 2.6 a copy without a graph is found.
-        yield "a weight inside and outside", inside(bfloat16, lambda c: cast(c(cast, bits)))
+        yield "a weight inside and outside", bfloat16(lambda c: cast(c(cast, bits)))
 
     @pytest.mark.exact("checkpoint", "result")
     @w.as_plain("gradients go to other outputs than theirs, or a result is not what was returned")

@@ -16,7 +16,7 @@ from specs.segment_checkpointing import worlds as w
 
 # Layers and segments: whole divisions, rests of one and of many, and both ends.
 DIVISIONS = [(1, 1), (4, 2), *((7, s) for s in (1, 3, 4, 6, 7)), (11, 4), (14, 9), (20, 8)]
-NAMES = {division: "{} layers in {} segments".format(*division) for division in DIVISIONS}
+NAMES = {(n, s): f"{n} layers in {s} segments" for n, s in DIVISIONS}
 
 
 def plain_chain(layers, x, segments):
@@ -32,7 +32,7 @@ def as_chain(answer, device, name, layers, x, segments, before=nn.Identity()):  
             row.reverse()
         return out
 
-    want = w.plainly(step, device, plain_chain)
+    want = w.observe(plain_chain, step, device)
     return w.observe(answer.run_in_segments, step, device), want
 
 
