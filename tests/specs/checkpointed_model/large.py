@@ -34,7 +34,11 @@ def large(
 
     def build(answer, device, is_answer):
         draw.seed(3)
-        options = {"dropout": dropout, "use_checkpoint": use, "segment_size": size}
+        options = {"dropout": dropout}
+        if not use:  # the default is to be tried too
+            options["use_checkpoint"] = use
+        if size > 1:
+            options["segment_size"] = size
         model = answer.LargeModel(layers, WIDTH, **options).to(device, dtype)
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen(name))
