@@ -126,6 +126,18 @@ class TestPart1Wrap:
         cause += "require a gradient as before; or the model returns what a unit should not"
         hold(answer, world, "shapes", cause=cause)
 
+    @pytest.mark.exact("wrap", 3)
+    def test_frozen_parameters_are_sharded_too(self, answer, device):
+        """They are gathered as others are; what has no gradient is not reduced."""
+        shape = SHAPES["frozen"]
+        memory, calls = books(answer, device, 8, shape=shape)
+        limit = shard_bytes(shape()[0].parameters(), 8) + 512
+        what = f"weights on rank 0 of 8, many of them frozen, of at most {limit} bytes"
+        cause = "a parameter without a gradient stays whole on every rank"
+        held = memory.after["shards"]
+        check(held <= limit, expected=what, got=held, cause=cause)
+        check_calls(calls, planned(shape, 8), what="a step of a model with frozen parts")
+
     @pytest.mark.saves("wrap", "state")
     @RANKS
     def test_a_rank_holds_its_part_of_weights_gradients_and_state(
@@ -195,18 +207,6 @@ class TestPart1Wrap:
             formula="state + 5 blocks + the root's unit + activations, + 2 %",
             cause="more than two blocks are whole at a time, or gradients of more than one are",
         )
-
-    @pytest.mark.exact("wrap", 3)
-    def test_frozen_parameters_are_sharded_too(self, answer, device):
-        """They are gathered as others are; what has no gradient is not reduced."""
-        shape = SHAPES["frozen"]
-        memory, calls = books(answer, device, 8, shape=shape)
-        limit = shard_bytes(shape()[0].parameters(), 8) + 512
-        what = f"weights on rank 0 of 8, many of them frozen, of at most {limit} bytes"
-        cause = "a parameter without a gradient stays whole on every rank"
-        held = memory.after["shards"]
-        check(held <= limit, expected=what, got=held, cause=cause)
-        check_calls(calls, planned(shape, 8), what="a step of a model with frozen parts")
 
     @pytest.mark.saves("wrap", 1)
     @pytest.mark.parametrize(
