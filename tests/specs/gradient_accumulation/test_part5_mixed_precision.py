@@ -77,6 +77,7 @@ class TestPart5MixedPrecision:
         yield "0.1 at 256 to 8192", 3.2, 0.1, 256, 8192, "linear"
         yield "0.3 at 6 to 10", 0.5, 0.3, 6, 10, "linear"
         yield "0.1 at 256 to 65,536", 25.6, 0.1, 256, 65536, "linear"
+        yield "0.1 at 1 to 3", 0.3, 0.1, 1, 3, "linear"
         yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
@@ -158,7 +159,7 @@ class TestPart5MixedPrecision:
     @pytest.mark.survives("scaled_lr", "Raises")
     @refuses("this input is not checked, or the message does not say which value was wrong")
     def test_scaled_lr_refuses_what_has_no_meaning(self):
-        for rule in ("cubic", "", "lin", "ear", "linear ", "Linear", "linearsqrt"):
+        for rule in ("cubic", "", "lin", "ear", "linear ", "Linear", "linearsqrt", "square"):
             yield f"rule {rule!r}", rule, 0.1, 4, 8, rule
             yield f"rule {rule!r}, one size", rule, 0.1, 4, 4, rule
         for rule in ("linear", "sqrt"):
