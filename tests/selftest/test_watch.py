@@ -210,6 +210,7 @@ def test_breakpoint_has_the_terminal_and_gives_it_back(watch: Terminal) -> None:
 
 
 def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> None:
+    fail(watch)  # what the test before has left may be an endless answer, or a breakpoint
     other = Terminal(watch.home, "watch", "tiny_mean")
     other.until(KEYS)
     watch.save(SOLUTION)
