@@ -264,7 +264,7 @@ class TestPart2LossScaler:
     def test_refuses_calls_out_of_order(self):
         """Any two calls, after an overflow too; with a step, an update or a load between."""
         loaded = "load_state_dict(side.state_dict()); "
-        for bad, between in ((inf, ""), (None, "step(b); "), (None, "update(); "), (None, loaded)):
+        for bad, between in product((None, inf), ("", "step(b); ", "update(); ", loaded)):
             for first, last in product(("unscale_(a)", "step(a)", "update()"), repeat=2):
                 script = f"backward(a, {bad}); backward(b); {first}; {between}{last}"
                 yield f"{first}; {between}{last}, {bad}", script

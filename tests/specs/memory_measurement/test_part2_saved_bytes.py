@@ -129,12 +129,15 @@ class TestPart2SavedBytes:
     @pytest.mark.exact("saved_bytes", "after")
     @gradients("the hooks give back another tensor, or give it back once")
     def test_lets_the_caller_go_backward(self):
-        """Lazy: a bit of the tensor says that its numbers are to be conjugated, or negated."""
+        """Lazy: a bit of the tensor says that its numbers are to be conjugated, or negated. What
+        has them without the bit, or in another order, is saved beside it.
+        """
         x = torch.tensor([1.0, 4.0, 16.0], requires_grad=True)
         number = x.detach()
         z = torch.complex(number, 3 * number)
-        yield "a lazy conjugate", -3 * number, x, lambda _: (x * z.conj()).imag
-        yield "a lazy minus", -3 * number, x, lambda _: x * z.conj().imag
+        conjugate = lambda _: (x * z.conj()).imag + 2 * (x * z).imag  # noqa: E731
+        yield "a lazy conjugate", 3 * number, x, conjugate
+        yield "a lazy minus", 3 * number, x, lambda _: x * z.conj().imag + 2 * (x * z.imag)
         square = torch.arange(9.0).view(3, 3)
         both = lambda _: square @ x + square.t() @ x  # noqa: E731
         yield "a square matrix and its transpose", (square + square.t()).sum(0), x, both
