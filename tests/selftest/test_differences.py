@@ -9,6 +9,7 @@ import torch
 
 from kit.laws.checks import SpecFailure, check_equal
 from kit.laws.differences import differences, in_another_order
+from kit.laws.mentions import in_words, says
 
 T = torch.tensor
 
@@ -26,12 +27,22 @@ T = torch.tensor
         (T(928.0), T(14.5), "64 x what is expected"),
         (T([1.0, 2.0, 4.0]), T([1.0, 2.0, 3.0]), "4 for 3 at [2]"),
         (T([1, 2]), T([1, 3]), "2 for 3 at [1]"),
+        (T(1.6328125), T(1.63084), "what is expected, rounded to bfloat16"),
+        (T([0.1, 1e-8]).half().float(), T([0.1, 1e-8]), "what is expected, rounded to float16"),
+        (T([1.6328125, 2.0]), T([1.63084, 2.0]), "1.63281 for 1.63084 at [0]"),
         (torch.ones(2, 3), torch.ones(3), "shape (2, 3)"),
         (torch.ones(2, device="meta"), torch.ones(2), "a tensor on meta, not on cpu"),
     ],
 )
 def test_a_difference_is_told_in_words(got, want, words):
     assert differences(got, want).endswith(words) or words in differences(got, want).split(": ")[0]
+
+
+def test_of_texts_that_mean_the_same_one_is_enough():
+    mentions = ["dtype", ("float16", None)]
+    said = {text: says(ValueError(text), mentions) for text in ("dtype None", "None", "dtype 3")}
+    assert said == {"dtype None": True, "None": False, "dtype 3": False}
+    assert in_words(mentions) == "'dtype' and 'float16' or 'None'"
 
 
 ONE, TWO = T([1.0, 0.1]), T([2.0, 0.2])

@@ -17,6 +17,7 @@ import torch
 
 from kit.laws.differences import differences, show
 from kit.laws.equal import Names, narrowed, same, whence
+from kit.laws.mentions import in_words, says
 from kit.memory.ruler import human
 
 
@@ -191,9 +192,8 @@ def check_raises(
     __tracebackhide__ = True
     kinds = errors if isinstance(errors, tuple) else (errors,)
     name = " or ".join(kind.__name__ for kind in kinds)
-    words = [[*map(str, text)] if isinstance(text, tuple) else [str(text)] for text in mentions]
-    shown = " and ".join(" or ".join(map(repr, either)) for either in words)
-    expected = f"{name}{f' whose message holds {shown}' if shown else ''}, {when}"
+    named = f" whose message holds {in_words(mentions)}" if mentions else ""
+    expected = f"{name}{named}, {when}"
     stream = torch.get_rng_state()
     try:
         call()
@@ -206,7 +206,7 @@ def check_raises(
                 got=f"{type(error).__name__}: {_first_line(error)}",
                 cause="the input is not checked before it is used",
             )
-        if not all(any(text in str(error) for text in either) for either in words):
+        if not says(error, mentions):
             fail(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",

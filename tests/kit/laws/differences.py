@@ -56,6 +56,9 @@ def _kind(got: Tensor, want: Tensor) -> str:
             return f"infinite{_at(mine.isinf(), got.shape)}"
         if bool((mine == 0).all()):
             return "zero" if got.dim() == 0 else "zero everywhere"
+        for dtype in (torch.bfloat16, torch.float16):
+            if bool((true != (rounded := true.to(dtype).double())).all() & (mine == rounded).all()):
+                return f"what is expected, rounded to {str(dtype).removeprefix('torch.')}"
         factor = multiple(mine, true)
         if factor:
             return f"{factor} x what is expected" + (", everywhere" if got.dim() else "")

@@ -27,6 +27,7 @@ import torch
 from kit.laws.checks import SpecFailure, fail, in_scenario
 from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
 from kit.laws.differences import in_another_order, shown
+from kit.laws.mentions import in_words
 from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Suspect, suspects
 from kit.laws.trace import (
@@ -156,9 +157,8 @@ class Law:
             if self._is_otherwise(name, got, want)
         ]
         if not found and not is_named(got, want):
-            asked = " and ".join(map(repr, want["_world"].mentions))
-            message = str(got["_error"])
-            found.append(Difference(scenario, "message", f"one that holds {asked}", message))
+            asked = f"one that holds {in_words(want['_world'].mentions)}"
+            found.append(Difference(scenario, "message", asked, str(got["_error"])))
         return sorted(found, key=self._rank)
 
     def _is_otherwise(self, name: str, got: Trace, want: Trace) -> bool:

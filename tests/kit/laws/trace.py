@@ -122,7 +122,7 @@ class World:
     gamma: float | None = None  # of the schedule
     options: dict[str, Any] = field(default_factory=dict)
     inside: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)  # of what
-    mentions: tuple[str, ...] = ()  # what a refusal must name
+    mentions: tuple[object, ...] = ()  # what a refusal must name; of a tuple one is enough
     refused_at: int | None = None  # after how many steps it comes
     visits: Callable[[str], None] = lambda place: None  # hears of model, loss and step
     after: list[Callable[[World], None]] = field(default_factory=list)  # when all is there

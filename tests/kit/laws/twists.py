@@ -281,7 +281,7 @@ def fails(
 
 def refused(*twists: Twist, mentions: Iterable[object] = (), at: int = 0) -> tuple[Twist, ...]:
     """A call that is refused with such words, in the middle of training, after `at` steps."""
-    return (put(mentions=tuple(map(str, mentions)), refused_at=at), *twists, trained_before)
+    return (put(mentions=tuple(mentions), refused_at=at), *twists, trained_before)
 
 
 def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:

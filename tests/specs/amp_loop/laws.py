@@ -130,6 +130,7 @@ FREE = (
     ("kept gradients", lambda want, w: want["outcome"] != "ValueError"),
     ("loss calls|output for", lambda want, w: want["outcome"] != "returns"),
     ("passes|buffers|random", lambda want, w: "Planted" in want["outcome"]),
+    ("passes back", lambda want, w: "nothing to learn" in w.tags),
     ("gradients at", lambda want, w: clips_an_infinity(w)),
     (
         "weights|optimizer state|buffers|output for",
@@ -168,10 +169,11 @@ RUN = Law(
 
 def bad_options():
     """Options that do not fit, each with what the message names."""
-    rows = [(dtype, None) for dtype in (torch.float64, torch.int8, "float16", torch.float16)]
-    rows += [(dtype, {"init_scale": 2.0}) for dtype in (torch.bfloat16, torch.float32)]
-    for dtype, scaler in rows:
+    rows = [(dtype, None) for dtype in (torch.float64, torch.int8, "float16")]
+    rows += [(torch.float16, None, "None")]
+    rows += [(dtype, {"init_scale": 2.0}, "Scaler") for dtype in (torch.bfloat16, torch.float32)]
+    for dtype, scaler, *other in rows:
         twist, named = put(dtype=dtype, scaler=scaler), str(dtype).removeprefix("torch.")
-        yield f"{dtype!r} with{'' if scaler else 'out'} a scaler", twist, named
+        yield f"{dtype!r} with{'' if scaler else 'out'} a scaler", twist, (named, *other)
     for value in (-2.5, 0.0, math.nan, -math.inf):
         yield f"max_norm {value}", option(max_norm=value), value

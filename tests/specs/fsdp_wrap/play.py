@@ -118,10 +118,6 @@ class Play:
             out: Tensor = self.model(inputs)
         return out.clone()
 
-    def stray(self, *_: Any) -> None:
-        """A forward whose output nobody wants."""
-        self.model(draw.randn(3, FEATURES, generator=draw.generator(78)).to(device()))
-
     def freeze(self, *_: Any) -> None:
         self.model.head.requires_grad_(False)
 

@@ -59,7 +59,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", "gradients")
     def test_gradients_are_of_this_step_alone(self, answer, world):
-        """Old gradients are there, or a unit is gathered; the head is frozen later;
+        """Old gradients are there, or an evaluation comes before; the head is frozen later;
         loss_fn asks the model; there are groups of parameters, one empty, and a plain step comes.
         """
         cause = "gradients from before the step are in it, or those of the step are cleared or "

@@ -117,7 +117,7 @@ def scenario(name, rank):
     world.options = {"ignore_index": plan.ignore_index} if plan.ignore_index != -100 else {}
     for twist in plan.twists:
         twist(world)
-    world.mentions = tuple(map(str, plan.bad.get(rank, [""])[1:]))
+    world.mentions = tuple(plan.bad.get(rank, [""])[1:])
     return world
 
 

@@ -32,7 +32,7 @@ def targets_in_bfloat16(w):
 @scenarios("learning rate")
 def follows(answer, device, name, want, *options):
     *numbers, rule = options
-    return round(answer.scaled_lr(*numbers, rule=rule), 9), want
+    return float(f"{answer.scaled_lr(*numbers, rule=rule):.9g}"), want
 
 
 @scenarios("the value that a ValueError names")
@@ -79,6 +79,7 @@ class TestPart5MixedPrecision:
         yield "0.1 at 256 to 65,536", 25.6, 0.1, 256, 65536, "linear"
         yield "0.1 at 1 to 3", 0.3, 0.1, 1, 3, "linear"
         yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
+        yield "3e-9 at 1 to 7", 2.1e-8, 3e-9, 1, 7, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
     @follows("the ratio is upside down or whole numbers only, or the rules are exchanged")
@@ -93,9 +94,11 @@ class TestPart5MixedPrecision:
         yield ("a plain epoch",)
         yield "targets in bfloat16", targets_in_bfloat16
         yield "a model without parameters", only_the_loss
-        for dtype in (torch.bfloat16, torch.float16):
-            inside = twists.inside_autocast(dtype), tag("the caller's autocast")
-            yield f"inside the caller's autocast to {dtype}", *inside
+        yield (
+            "inside the caller's autocast",
+            twists.inside_its_own_autocast,
+            tag("the caller's autocast"),
+        )
 
     @pytest.mark.exact("train_epoch", 4)
     @EPOCH.spec("fp16")
@@ -145,15 +148,15 @@ class TestPart5MixedPrecision:
     @EPOCH.spec()
     def test_refuses_a_dtype_or_a_scaler_that_does_not_fit(self):
         off, on = {"enabled": False}, {"init_scale": 2.0}
-        for dtype, scaler in (
+        for dtype, scaler, *named in (
             ("float64", None),
-            ("float16", None),
-            ("float16", off),
-            ("bfloat16", on),
-            ("float32", on),
+            ("float16", None, "None"),
+            ("float16", off, "Scaler"),
+            ("bfloat16", on, "Scaler"),
+            ("float32", on, "Scaler"),
         ):
             chosen = put(dtype=getattr(torch, dtype), scaler=scaler)
-            yield f"{dtype}, scaler {scaler}", *refused(chosen, mentions=[dtype])
+            yield f"{dtype}, scaler {scaler}", *refused(chosen, mentions=[(dtype, *named)])
         yield "float32, a disabled scaler", put(scaler=off), HALF
 
     @pytest.mark.survives("scaled_lr", "Raises")
