@@ -117,14 +117,14 @@ class LossScaler:
         on options out of range, also in a state.
 
     Details:
-        1. Optimizers share the scale: each is skipped for its own overflow only, and one update
-           ends the step of all.
+        1. Optimizers share the scale: each is skipped for its own overflow only; one update ends
+           the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other real dtypes are fine.
         3. Huge finite gradients are no overflow; no scale exceeds float32.
         4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates (a load is
-           none), unscale_ after its step, update before either.
+           no update), unscale_ after its step, update before either.
     """
 
     def __init__(
@@ -280,4 +280,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub be5c03d96062
+# untouched stub 279c625079fb

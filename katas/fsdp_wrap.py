@@ -73,7 +73,8 @@ def wrap(
            One with gradients has its backward pass before the next step.
         2. Values, buffers, state dict names, requires_grad and train mode stay.
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
-        4. Only the ranks of the mesh take part. No block is inside two blocks side by side.
+        4. Only the ranks of the mesh take part. A block may have several names, but is not inside
+           two blocks side by side.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
            inputs without gradients. In backward one is whole with all blocks inside it.
@@ -141,4 +142,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 06f83d56e090
+# untouched stub 41d23391ed34

@@ -158,8 +158,8 @@ def train_epoch(
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. The peak is that of `accumulate` for any number of windows, with one window's data and a
-           micro-batch more.
+        6. For any number of windows the peak is that of `accumulate`, plus the data of one window
+           and one micro-batch more.
     """
     raise NotImplementedError
 
@@ -199,8 +199,8 @@ def accumulate_on_ranks(
         3. Afterwards, after an error too, DDP synchronises as before.
         4. The rank with the bad window names what is bad. A window that raises when first read is
            bad too: that error, or ValueError.
-        5. Old gradients, parameters without a gradient, an error that all ranks meet before the
-           last loss, and autocast are as in `accumulate`.
+        5. As in `accumulate`: old gradients, parameters without a gradient, autocast, and an error
+           that all ranks raise before their last loss.
     """
     raise NotImplementedError
 
@@ -229,4 +229,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 46667d6aed6f
+# untouched stub 9411f32ee0f4

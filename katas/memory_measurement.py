@@ -73,8 +73,8 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """Bytes that autograd holds for backward passes when `forward` has returned.
 
-        held      what was saved while `forward` ran, if a graph still holds it: that of its result,
-                  or of another that somebody keeps, such as an auxiliary loss
+        held      what was saved while `forward` ran and a graph still holds: that of its result,
+                  or another that somebody keeps, such as an auxiliary loss's
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
         after     what it raises comes through and is not kept, even in a cycle; no hook is left;
@@ -188,4 +188,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub 9333932fd31b
+# untouched stub d6b82cde3d16

@@ -1,7 +1,7 @@
 """Checkpointed model: recompute activations instead of keeping them.
 
-An *input*: a block's input in bytes; an *inside*: its plain peak above weights, input,
-gradients.
+An *input*: a block's input in bytes; an *inside*: its plain peak above weights, their gradients,
+input.
 
 Errors are ValueError unless it says otherwise, name the offending value, and come before any
 change. An "error" is any exception.
@@ -368,9 +368,9 @@ def checkpoint_blocks(
         6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
            numbers; only other operations run again.
         7. Under autocast too: the same bits; `keep` has no casts.
-        8. With `keep` a call has one backward pass, under autocast a block one call; calls share
-           nothing; a dropped one leaves nothing.
-        9. A held result (no view) changed in place: an error or right gradients; nobody changes
+        8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
+           share nothing; a dropped result leaves nothing.
+        9. A held result, no view, changed in place: an error or right gradients. Nobody changes
            parameters between the passes.
         10. Generators among a block's attributes and arguments count.
     """

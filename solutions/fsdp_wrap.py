@@ -79,7 +79,8 @@ def wrap(
            One with gradients has its backward pass before the next step.
         2. Values, buffers, state dict names, requires_grad and train mode stay.
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
-        4. Only the ranks of the mesh take part. No block is inside two blocks side by side.
+        4. Only the ranks of the mesh take part. A block may have several names, but is not inside
+           two blocks side by side.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
            inputs without gradients. In backward one is whole with all blocks inside it.
@@ -139,7 +140,8 @@ def _reshard(model: nn.Module) -> None:
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
     """The blocks below the root; one inside another comes before it, as fully_shard asks."""
     _, *below = model.modules()
-    return [module for module in reversed(below) if isinstance(module, block_types)]
+    blocks = [module for module in below if isinstance(module, block_types)]
+    return sorted(blocks, key=lambda block: len([*block.modules()]))  # what is inside has fewer
 
 
 def _check_wrap(
@@ -234,7 +236,7 @@ def train_step(
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not sharded")
-    # The optimizer has the shards, also where an evaluation has left the model gathered.
+    # The ranks that share the model, which need not be all.
     mesh = next(p.device_mesh for group in optimizer.param_groups for p in group["params"])
     samples = _samples_of_all(mesh, micro_batches)
 

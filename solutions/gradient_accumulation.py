@@ -227,8 +227,8 @@ def train_epoch(
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. The peak is that of `accumulate` for any number of windows, with one window's data and a
-           micro-batch more.
+        6. For any number of windows the peak is that of `accumulate`, plus the data of one window
+           and one micro-batch more.
     """
     _check_epoch(window, dtype, scaler, max_norm)
     iterator, results = iter(micro_batches), list[WindowResult]()
@@ -354,8 +354,8 @@ def accumulate_on_ranks(
         3. Afterwards, after an error too, DDP synchronises as before.
         4. The rank with the bad window names what is bad. A window that raises when first read is
            bad too: that error, or ValueError.
-        5. Old gradients, parameters without a gradient, an error that all ranks meet before the
-           last loss, and autocast are as in `accumulate`.
+        5. As in `accumulate`: old gradients, parameters without a gradient, autocast, and an error
+           that all ranks raise before their last loss.
     """
     tokens, problem = 0, None
     try:

@@ -30,7 +30,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
                       require one, of parameters and other leaves that `function` uses; several for
                       one tensor add up in any order and precision
         data          parameters get theirs even if no argument requires one; a function without
-                      gradients stops no others
+                      gradients is no error
         kept          until backward the arguments, and nothing computed from them; then one
                       checkpoint's inside at a time
         freed         after backward no tensor is left, without the garbage collector
@@ -51,13 +51,13 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         args: dense tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: from the call if `function` does it (it
-        stays changed), else before a second run. TypeError, naming the type, for a tensor hidden
+        RuntimeError if an argument is changed in place: by the call if `function` does it (the
+        change stays), else before a second run. TypeError, naming the type, for a tensor hidden
         in a given list, tuple or dict.
 
     Details:
-        1. An output that the loss does not use gets no gradient, not even zeros. As long as it
-           may still be used, arguments may be kept.
+        1. An output that the loss does not use gets no gradient, not even zeros. While it is
+           alive, arguments may be kept.
         2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
            A result may require a gradient that it did not inside.
         3. A checkpoint may stand inside the function of another, and saves there too.

@@ -89,8 +89,9 @@ def build(
             _initialise(module, init)
 
     model = _together(make)
-    # From the inside out: a call takes every parameter below it that no call before has taken.
-    for module in reversed(list(model.modules())):
+    # From the inside out, where modules are fewer: a call takes every parameter below it that no
+    # call before has taken.
+    for module in sorted(model.modules(), key=lambda module: len([*module.modules()])):
         if isinstance(module, block_types) or module is model:
             fully_shard(module, mesh=mesh)
     metas = dict(model.named_buffers(remove_duplicate=False))

@@ -39,6 +39,17 @@ class Deep(Block):
         return super().forward(self.outer(x))
 
 
+class Named(Deep):
+    """It has a second name for its innermost block, before what is around that."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        around = self.outer
+        del self.outer
+        self.innermost = around[0].inner
+        self.outer = around
+
+
 class Twice(nn.Module):
     """One block that runs twice, and stands in the tree at two places."""
 
@@ -97,6 +108,12 @@ def nested() -> Shape:
     return nn.Sequential(first, Outer(WIDTH), Deep(WIDTH), last), (Block, Outer)
 
 
+def named_before() -> Shape:
+    draw.seed(4)
+    first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+    return nn.Sequential(first, Named(WIDTH), last), (Block, Outer)
+
+
 def only_blocks() -> Shape:
     """The root has no parameters of its own."""
     draw.seed(4)
@@ -105,10 +122,10 @@ def only_blocks() -> Shape:
 
 
 def frozen() -> Shape:
-    """All of a block that backward goes through, one weight of another, and a part of the root's
+    """All of a block that backward goes through, the beginning of another, and a part of the root's
     unit, in which two weights are one.
     """
-    names = ["blocks.0", "blocks.1.up.weight", "embed.weight", "head"]
+    names = ["blocks.0", "blocks.1.norm", "blocks.1.up", "embed.weight", "head"]
     return make(blocks=2, tied=True, frozen=names), Block
 
 

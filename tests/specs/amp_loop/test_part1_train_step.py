@@ -46,6 +46,7 @@ def without_gradients(w):
     twists.unused(w)
     if w.dtype != torch.float16:
         w.foreign = tuple(dict(w.model.named_parameters()))
+        w.tags = {*w.tags, "nothing to learn"}
 
 
 def prompt(w):
@@ -231,7 +232,8 @@ class TestPart1TrainStep:
     def test_an_error_comes_through_and_no_step_is_taken(self):
         """And the same call after it does what it would have done."""
         yield "the loss fails", trained_before, foreign, fails("loss")
-        yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
+        ends = trained_before, fails("step", 1, PlantedInterrupt)
+        yield "Ctrl-C in the optimizer", *ends, twists.scaled(growth_interval=1)
         inside = twists.inside_autocast(torch.bfloat16)
         yield "the backward pass fails inside an autocast of the caller", inside, fails("backward")
 

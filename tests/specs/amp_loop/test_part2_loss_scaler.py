@@ -35,7 +35,7 @@ class Side:
     """A scaler, the optimizers a and b that it is called with, and what scripts call."""
 
     def __init__(self, make, device, sizes=SIZES, **options):
-        self.make, self.device = make, device
+        self.make, self.device, self.loaded = make, device, None
         self.start(make(**options))
         self.a, self.b = self.optimizer_of(sizes), self.optimizer_of(SIZES)
 
@@ -83,11 +83,13 @@ class Side:
         new = self.make() if kind == "own" else GradScaler(self.device.type)
         new.load_state_dict(state)
         self.start(new)
+        self.loaded = state
 
     def seen(self):
         params = [*held(self.a), *held(self.b)]
         grads = [p.grad if p.grad is None else p.grad.nan_to_num(7, 7, 7) for p in params]
-        return kept({"state": self.state_dict(), "weights": params, "gradients": grads})
+        now = {"state": self.state_dict(), "the state that was loaded": self.loaded}
+        return kept({**now, "weights": params, "gradients": grads})
 
 
 def held(optimizer):

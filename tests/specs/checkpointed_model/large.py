@@ -162,6 +162,7 @@ def held(model, x, forward):
 
 RETAINED = "a graph that is kept for a second backward pass"
 LATER = "a size that is set after a step"
+FROZEN = "x without gradient, the first block frozen"
 
 
 @functools.cache  # bytes do not vary: what is measured once serves every spec
@@ -173,10 +174,11 @@ def of_model(reads, module, layers, size, device, case):
     if case == LATER:
         model.to(device)(x).sum().backward()
         model.segment_size = size or 1
-    if case == "x without gradient":
+    if case.startswith("x without gradient"):
         x = x.detach()
     for name, p in model.to(device).named_parameters():
-        p.requires_grad_(case != "frozen biases" or not name.endswith("bias"))
+        biases = case == "frozen biases" and name.endswith("bias")
+        p.requires_grad_(not biases and not (case == FROZEN and name.startswith("layers.0.")))
     mask = draw.rand(*x.shape[:2], device=device) < 0.6 if case == "mask" else None
 
     def forward():

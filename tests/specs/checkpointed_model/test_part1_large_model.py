@@ -11,6 +11,7 @@ from kit.laws import draw
 from kit.laws.checks import check_close, check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
+    FROZEN,
     RETAINED,
     as_without,
     check_model,
@@ -146,7 +147,7 @@ class TestPart1LargeModel:
         check_model(peak, 5, 1, case, 5 + 2, "5 + 2", answer, reference, device, cause)
 
     @pytest.mark.saves("LargeModel", "held")
-    @pytest.mark.parametrize("case", ["plain", "x without gradient", "frozen biases"])
+    @pytest.mark.parametrize("case", ["plain", FROZEN, "frozen biases"])
     def test_holds_one_input_a_block_between_the_passes(self, answer, reference, device, case):
         """Of 5 blocks 4 inputs, as x is the baseline's, and the output. The bar adds 2; the inside
         of a single block would be 12 more."""

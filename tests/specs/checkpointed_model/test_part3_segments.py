@@ -93,9 +93,10 @@ class TestPart3Segments:
     def test_holds_one_input_a_segment_between_the_passes(self, answer, reference, device, case):
         """Two segments of 4: x is the baseline's, so one input and the output. The bar adds 1.
 
-        Were 4 the number of segments, it would be 4 inputs. With a mask there are 4 of 2.
+        Were 4 the number of segments, it would be 4 inputs. With a mask there are 4 of 2, under
+        autocast 1 of 8.
         """
-        size = 2 if case == "mask" else 4
+        size = {"mask": 2, "autocast": 8}.get(case, 4)
         words = f"{8 // size} segments + 1"
         cause = "segment_size is the number of blocks in a segment, and not of segments"
         check_model(held, 8, size, case, 8 // size + 1, words, answer, reference, device, cause)

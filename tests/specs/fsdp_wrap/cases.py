@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.ranks.shapes import SHAPES, Shape, made, reader
+from kit.ranks.shapes import SHAPES, Shape, made, named_before, reader
 from specs.fsdp_wrap.shapes import any_names, detached, dropping_twice, timed
 
 # For each rank the samples of its micro-batches.
@@ -72,7 +72,6 @@ class Case:
     plain      zero_grad, forward, backward and step by hand, with equal samples on every rank
     step       train_step
     evaluate   a forward under no_grad, and one more between the next backward and its step
-    stray      a forward, and no backward after it
     stale      gradients of 1000 are there
     freeze     the head requires no gradient from now on
     thaw       every parameter requires one
@@ -119,6 +118,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "meshes": {
         "all ranks": Case(),
+        "all ranks, a block of two names": Case(named_before, script=("plain",)),
         "meshes of half of the ranks": Case(half=True, script=("plain",)),
     },
     "meshes of steps": {
@@ -146,10 +146,8 @@ GROUPS: dict[str, dict[str, Case]] = {
         ),
     },
     "gradients": {
-        "old gradients, the head frozen later": Case(
-            script=("stale", "stray", "step", "freeze", "stray", "step")
-        ),
-        "kept, a forward before it": Case(wrap=KEPT, script=("step", "stray", "step", "plain")),
+        "old gradients, the head frozen later": Case(script=("stale", "step", "freeze", "step")),
+        "kept, evaluated before it": Case(wrap=KEPT, script=("step", "evaluate", "step", "plain")),
         "groups, one empty, dropout in eval mode, a forward in the loss": Case(
             DROP,
             script=("stale", "step"),

@@ -257,7 +257,8 @@ class TestPart1Wrap:
     @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_only_the_ranks_of_the_mesh_share_the_model(self, answer, world):
         """One model on four ranks, where one has no row of the head; then two side by side, each on
-        half of the ranks, with data of its own.
+        half of the ranks, with data of its own. A block has a second name, which stands before the
+        block around it.
         """
         cause = "another group than the mesh's takes part: that of all ranks, which is the default"
         hold(answer, world, "meshes", cause=cause)

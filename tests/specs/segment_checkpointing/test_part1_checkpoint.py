@@ -154,6 +154,27 @@ class TestPart1Checkpoint:
         cause = "the first run builds a graph, or the outputs are kept with the arguments"
         w.check_bytes(title, read, calls, x.nbytes + 8192, "one argument + 8 KiB", cause)
 
+    @pytest.mark.saves("checkpoint", "kept")
+    @pytest.mark.parametrize("retain", [False, True])
+    def test_holds_one_inside_at_a_time(self, answer, reference, device, retain):
+        """Bar: a plain step of one block, and an input for each of 4 and 2 more. A graph that is
+        kept for a second backward pass keeps no more."""
+        blocks = [mlp(32, 256, 32, device=device) for _ in range(4)]
+        x = draw.randn(128, 32, device=device, requires_grad=True)
+        known = w.zero_grads(*blocks, x)
+
+        def peak(call, count=4):
+            def step():
+                out = reduce(lambda a, block: call(block, a), blocks[:count], x)
+                w.loss_of(out).backward(retain_graph=retain)
+
+            return w.peak_of(step, device, *known)
+
+        calls = answer.checkpoint, reference.checkpoint, w.plain_call
+        limit, formula = peak(w.plain_call, 1) + 6 * x.nbytes, "one plain block + 6 inputs"
+        cause = "a second run's inside stays until the whole backward pass ends"
+        w.check_bytes("peak of 4 in a row", peak, calls, limit, formula, cause)
+
     @pytest.mark.saves("checkpoint", "freed")
     @pytest.mark.parametrize("kind", [1, 2, "one of two dropped", "retained before"])
     def test_the_backward_pass_frees_what_was_kept(self, answer, reference, device, kind):

@@ -116,6 +116,7 @@ class TestPart2SecondRun:
         yield "views of one tensor", all_of(lambda x: (x * v).unbind(0))
         yield "a tuple of one", all_of(lambda x: (x * v,))
         yield "a namedtuple", all_of(lambda x: w.Pair(x * v, (x - v).exp()))
+        yield "what topk returns", lambda call: call(lambda x: (x * v).topk(1), x).values
         model = w.probed(nn.Linear(2, 2))
         yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
         aliases = lambda x: ((y := x * v).detach(), y, y[:], y.detach(), x.detach(), x)  # noqa: E731

@@ -14,8 +14,10 @@ from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from specs.segment_checkpointing import worlds as w
 
-# Layers and segments: whole divisions, rests of one and of many, and both ends.
-DIVISIONS = [(1, 1), (4, 2), *((7, s) for s in (1, 3, 4, 6, 7)), (11, 4), (14, 9), (20, 8)]
+# Layers and segments: whole divisions, rests of one and of many, both ends, and where products of
+# a quotient are rounded: 11 * (15 / 11) is below 15, 7 * (29 / 7) above 29.
+DIVISIONS = [(1, 1), (4, 2), *((7, s) for s in (1, 3, 4, 6, 7)), (11, 4), (20, 8)]
+DIVISIONS += [(14, 9), (15, 11), (29, 7)]
 NAMES = {(n, s): f"{n} layers in {s} segments" for n, s in DIVISIONS}
 
 

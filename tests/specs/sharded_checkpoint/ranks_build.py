@@ -42,7 +42,7 @@ class Tricky(nn.Module):
         self.spare = Thin().to(torch.bfloat16)
         self.embed, self.again = nn.Linear(FEATURES, WIDTH), nn.Linear(FEATURES, WIDTH)
         self.again.weight = self.embed.weight
-        self.embed.register_buffer("scale", self.scale)
+        self.embed.register_buffer("ratio", self.scale)
         self.embed.register_buffer("steps", self.steps)
         self.eval().outer.train()
 
