@@ -79,7 +79,7 @@ class TestPart5MixedPrecision:
         yield "0.1 at 256 to 65,536", 25.6, 0.1, 256, 65536, "linear"
         yield "0.1 at 1 to 3", 0.3, 0.1, 1, 3, "linear"
         yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
-        yield "3e-9 at 1 to 7", 2.1e-8, 3e-9, 1, 7, "linear"
+        yield "3e-20 at 1 to 7", 2.1e-19, 3e-20, 1, 7, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
     @follows("the ratio is upside down or whole numbers only, or the rules are exchanged")
