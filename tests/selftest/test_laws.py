@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import inspect
@@ -102,6 +103,7 @@ CULPRITS = {
     "autocast on cpu": lambda model, x: torch.set_autocast_enabled("cpu", True),
     "autocast dtype on cpu": lambda model, x: torch.set_autocast_dtype("cpu", torch.float16),
     "autocast cache": lambda model, x: torch.set_autocast_cache_enabled(False),
+    "autocast blocks around": lambda model, x: torch.autocast_increment_nesting(),
     "grad mode": lambda model, x: torch.set_grad_enabled(False),
     "default dtype": lambda model, x: torch.set_default_dtype(torch.float64),
     "hooks on saved tensors": lambda model, x: torch.autograd.graph.saved_tensors_hooks(
@@ -242,6 +244,13 @@ def _laws():
 @pytest.mark.parametrize("law", [*_laws()])
 def test_each_scenario_of_a_law_has_one_spec(law):
     assert len(law.scenarios) == sum(map(len, law.groups.values())) > 0
+
+
+def test_an_oracle_that_fails_by_itself_agrees_with_no_answer():
+    law = copy.copy(importlib.import_module("specs.amp_loop.laws").STEP)
+    law.oracle, law._right, law.scenarios = lambda w: 1 / 0, {}, {"a step": law.base}
+    with pytest.raises(RuntimeError, match="an error that nobody asked for: a step"):
+        law._wanted("a step", torch.device("cpu"))
 
 
 @bar("bytes of nothing", "1", "a guess")

@@ -129,8 +129,11 @@ class Law:
     def _wanted(self, scenario: str, device: torch.device) -> Trace:
         if scenario not in self._right:
             want = observe(self.oracle, self.scenarios[scenario], device)
-            if "planted" in want["_world"].tags and want["outcome"] == "returns":
+            world, error = want["_world"], want["_error"]
+            if "planted" in world.tags and error is None:
                 raise RuntimeError(f"the error that is planted never comes: {scenario}")
+            if error is not None and "planted" not in world.tags and world.refused_at is None:
+                raise RuntimeError(f"an error that nobody asked for: {scenario}") from error
             self._right[scenario] = want
         return self._right[scenario]
 

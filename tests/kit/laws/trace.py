@@ -268,8 +268,9 @@ class Described:
     kind: tuple[Any, ...]
 
     def __str__(self) -> str:
-        dtype, shape, graph = self.kind
+        dtype, shape, graph, held = self.kind
         with_graph = ", with a graph" if graph else ""
+        with_graph += f", a view that keeps {held} bytes" if held else ""
         number = f"{self.value.flatten()[0].item():.6g}" if self.value.numel() else "nothing"
         return f"{number} ({str(dtype).removeprefix('torch.')}, shape {shape}{with_graph})"
 
@@ -278,4 +279,8 @@ def described(value: Any) -> Any:
     """A returned value, by value."""
     if not isinstance(value, Tensor):
         return value
-    return Described(value.detach().clone(), (value.dtype, tuple(value.shape), value.requires_grad))
+    # A part of something larger keeps all of it; one number more or less is no matter.
+    held = value.untyped_storage().nbytes() if value.layout == torch.strided else 0
+    held = held if held > value.nbytes + 512 else 0
+    kind = value.dtype, tuple(value.shape), value.requires_grad, held
+    return Described(value.detach().clone(), kind)

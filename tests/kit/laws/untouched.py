@@ -148,6 +148,13 @@ def _shown(value: Any) -> str:
 _GLOBAL_HOOKS = [v for k, v in vars(nn_module).items() if k.endswith("hooks")]
 
 
+def _autocast_blocks() -> int:
+    """How many blocks of autocast are entered: its cache ends with the outermost."""
+    entered: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return entered - 1
+
+
 def _in_force() -> dict[str, Any]:
     """What is in force in this thread, and the same for all."""
     return {
@@ -156,6 +163,7 @@ def _in_force() -> dict[str, Any]:
         "autocast on cuda": torch.is_autocast_enabled("cuda"),
         "autocast dtype on cuda": torch.get_autocast_dtype("cuda"),
         "autocast cache": torch.is_autocast_cache_enabled(),
+        "autocast blocks around": _autocast_blocks(),
         "grad mode": torch.is_grad_enabled(),
         "inference grad mode": torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype(),

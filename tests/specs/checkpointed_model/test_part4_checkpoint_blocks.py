@@ -149,7 +149,10 @@ class TestPart4CheckpointBlocks:
     def test_blocks_take_and_return_anything(self):
         yield "keyword `debug`", chain(mixers, debug=0.5), [2]
         names = ("use_reentrant", "context_fn", "function", "block", "args", "kwargs", "forward")
-        yield "other keywords", chain(mixers, keep=0.5, **dict.fromkeys(names, 0.5)), [2]
+        others = {"keep": 0.5, "mode": 0.5, "model": 0.5, **dict.fromkeys(names, 0.5)}
+        yield "other keywords", chain(mixers, **others), [2]
+        kept = (torch.ops.aten.addmm.default,)
+        yield "other keywords, with keep", chain(mixers, **others), [2], 2, kept
         state = lambda run, block, x: block(x, state=0.5)  # noqa: E731
         yield "keyword `state`", chain(mixers, call=state), [2]
         yield "x by keyword", chain(mixers, call=lambda run, block, x: block(that=x)), [2]

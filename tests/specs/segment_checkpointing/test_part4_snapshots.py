@@ -94,7 +94,7 @@ class TestPart4Snapshots:
     @pytest.mark.exact("fewest_extra_steps", "snapshots")
     @counts("snapshots are spread evenly, or the place of one that is done is not used again")
     def test_agrees_with_the_closed_form(self):
-        for layers in (2, 3, 4, 5, 6, 8, 13, 20, 21, 22, 34, 55, 56, 57, 153, 154):
+        for layers in (2, 3, 4, 5, 6, 8, 13, 20, 21, 22, 34, 55, 56, 57, 153, 154, 300):
             for snapshots in (1, 2, 3, 4, 5, 6, 9, 60):
                 want = closed_form(layers, snapshots)
                 yield f"{layers} layers, {snapshots} snapshots", layers, snapshots, want
