@@ -269,10 +269,10 @@ class Described:
 
     def __str__(self) -> str:
         dtype, shape, graph, held = self.kind
-        with_graph = ", with a graph" if graph else ""
-        with_graph += f", a view that keeps {held} bytes" if held else ""
+        more = ", with a graph" if graph else ""
+        more += f", a view that keeps {held} bytes" if held else ""
         number = f"{self.value.flatten()[0].item():.6g}" if self.value.numel() else "nothing"
-        return f"{number} ({str(dtype).removeprefix('torch.')}, shape {shape}{with_graph})"
+        return f"{number} ({str(dtype).removeprefix('torch.')}, shape {shape}{more})"
 
 
 def described(value: Any) -> Any:
