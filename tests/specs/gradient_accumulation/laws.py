@@ -59,6 +59,7 @@ def rounding(w):
 
 def clauses(gradients, step, passes, autocast):
     """What each observable is about in the contract, and what a difference most likely means."""
+    loss = "another divisor or dtype, with its graph, the loss's own tensor, or a view of more"
     return {
         "outcome": (
             "Raises",
@@ -76,8 +77,8 @@ def clauses(gradients, step, passes, autocast):
         "passes back": (passes, "backward passes are joined, missing, or under autocast"),
         "gradients at": (gradients, "another divisor, or stale gradients are in it"),
         "losses that": ("untouched", "what loss_fn has returned is changed in place"),
-        "loss": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
-        "result": (gradients, "another divisor or dtype, with its graph, or the loss's own tensor"),
+        "loss": (gradients, loss),
+        "result": (gradients, loss),
         "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
         "grad_norm": ("clipping", "it is still scaled, clipped, or not over all that was trained"),
         "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),
