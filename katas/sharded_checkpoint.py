@@ -59,8 +59,8 @@ def build(
            `init` knows a module by isinstance(), for fully_shard changes its type().
         2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
            it anew, and the last one counts.
-        3. Train mode and requires_grad stay as make_model has left them. No block is inside two
-           blocks side by side.
+        3. Train mode and requires_grad stay as make_model has left them. A block inside another
+           has one name.
     """
     raise NotImplementedError
 
@@ -162,4 +162,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub d6cb583b2ccc
+# untouched stub ffde726026cb

@@ -41,6 +41,7 @@ class Problem:
     caret: int = 0
     sure: bool = False
     contract: str = ""
+    scenario: str = ""
 
     @property
     def at(self) -> str:

@@ -18,7 +18,7 @@ from desk.events import TODO_KIND, Problem
 from desk.source import Place
 from kit.answers import contract
 from kit.catalog import shown
-from kit.laws.checks import UNTOUCHED, SpecFailure
+from kit.laws.checks import UNTOUCHED, SpecFailure, notes_of
 
 # "train_step() got an unexpected ...", "Writer.__init__() missing 1 required ...",
 # "Counter() takes no arguments": how Python says that a call does not fit.
@@ -47,8 +47,10 @@ def explain(error: BaseException, judged: Judged) -> Problem:
     if isinstance(error, SpecFailure):
         if error.at:
             here = source.find(judged.path, error.at).fields()
-        here |= {"sure": error.sure, "contract": _sentence(error, judged)}
+        here |= {"sure": error.sure, "scenario": error.scenario}
+        here |= {"contract": _sentence(error, judged)}
         return Problem("wrong", error.got, error.expected, error.cause, **here)
+    here["scenario"] = notes_of(error)[1]
     if _is_timeout(error):
         return _timeout(judged, place, here)
     if ends_the_gpu(error):
@@ -263,4 +265,4 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
 
 def _said(error: BaseException) -> str:
     """Type, message and notes; of an error in another process, a note says which."""
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return "\n".join([f"{type(error).__name__}: {error}", *notes_of(error)[0]])

@@ -106,6 +106,7 @@ def problem(found: events.Problem) -> schema.Problem:
         kind=found.kind,
         expected=found.expected,
         got=found.got,
+        scenario=found.scenario,
         cause=found.cause,
         sure=found.sure,
         contract=found.contract,

@@ -77,13 +77,15 @@ class Standing:
 class Problem:
     """Why something is not right, and where; `line` and `column` count from 1.
 
-    The cause is `sure` where it follows from what was seen; elsewhere it is a guess. `contract` is
-    the sentence that is broken, where it is another than that of the spec.
+    `scenario` is where it was seen, if the spec tries several. The cause is `sure` where it follows
+    from what was seen; elsewhere it is a guess. `contract` is the sentence that is broken, where it
+    is another than that of the spec.
     """
 
     kind: str
     expected: str
     got: str
+    scenario: str
     cause: str
     sure: bool
     contract: str

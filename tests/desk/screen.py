@@ -146,6 +146,7 @@ class Screen:
         rows = [
             ("expected", problem.expected),
             ("got", problem.got),
+            ("scenario", problem.scenario),
             ("cause" if problem.sure else "perhaps", problem.cause),
             ("contract", contract),
         ]

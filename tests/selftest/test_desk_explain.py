@@ -13,6 +13,7 @@ from desk.verdict import Job, Verdict
 from desk.words import state, summary
 from kit.answers.loading import load
 from kit.catalog import Kata, Part
+from kit.laws.checks import in_scenario
 from selftest.tiny import SOLUTION
 from selftest.tiny_answers import in_mean
 
@@ -215,3 +216,15 @@ def _verdict(*seen: events.Event) -> Verdict:
     for event in seen:
         verdict.take(event)
     return verdict
+
+
+def test_the_scenario_of_an_error_is_told_apart_from_its_words(judged):
+    def call(module):
+        try:
+            module.mean(7)
+        except TypeError as error:
+            raise in_scenario(error, "a number", "a word", tried=3) from None
+
+    problem = told(judged(SOLUTION), call)
+    assert "scenario" not in problem.got
+    assert problem.scenario == "a number (and 1 more of 3: a word)"

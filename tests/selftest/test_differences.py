@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 
 from kit.laws.checks import SpecFailure, check_equal
-from kit.laws.differences import differences, in_another_order
+from kit.laws.differences import certain, differences, in_another_order
 from kit.laws.mentions import in_words, says
+from kit.laws.trace import described
 
 T = torch.tensor
 
@@ -69,6 +71,25 @@ def test_what_differs_says_itself_whence_it_comes(got, words):
         check_equal(got, {"a": ONE, "b": TWO}, "all", cause="a guess", before=before)
     assert caught.value.cause == (words or "a guess")
     assert caught.value.sure == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "words"),
+    [
+        (ONE.double(), ONE, "float64, not float32"),
+        (T([[1.0, 2.0]]), T([1.0, 2.0]), r"in the shape \(1, 2\), not \(2,\)"),
+        (T([1.0, 2.000001]), T([1.0, 2.0]), "but for the last digits"),
+        (T([1.0, 2.000001]).double(), T([1.0, 2.0]).double(), "on the way is in float32"),
+        (described(torch.ones(999)[3]), described(T(1.0)), "a view that keeps 3996 bytes: copy"),
+        (described(T(1.0, requires_grad=True)), described(T(1.0)), "keeps its graph: detach it"),
+        (T([1.0, 2.1]), T([1.0, 2.0]), None),
+        (torch.zeros(2), torch.zeros(2).double(), None),  # zeros say nothing
+        (ONE, None, None),
+    ],
+)
+def test_what_is_nearly_right_says_what_is_wrong_with_it(got, want, words):
+    found = certain(got, want)
+    assert found is None if words is None else re.search(words, found)
 
 
 def test_a_factor_that_is_no_simple_number_is_told_of_tensors_only():

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.laws.differences import differences, show
+from kit.laws.differences import certain, differences, show
 from kit.laws.equal import Names, narrowed, same, whence
 from kit.laws.mentions import in_words, says
 from kit.memory.ruler import human
@@ -29,6 +29,7 @@ class SpecFailure(AssertionError):
         clause: the clause of the contract, where it is another than the spec's own: a law, an
             argument, "Raises", or the number of a detail.
         at: the function at fault, where it is another than the spec's own.
+        scenario: where it is seen, and in how many others.
     """
 
     def __init__(
@@ -39,14 +40,16 @@ class SpecFailure(AssertionError):
         sure: bool = False,
         clause: str | int = "",
         at: str = "",
+        scenario: str = "",
     ) -> None:
         self.expected, self.got, self.cause = expected, got, cause
-        self.sure, self.clause, self.at = sure, clause, at
+        self.sure, self.clause, self.at, self.scenario = sure, clause, at, scenario
         label = "cause  " if sure else "perhaps"
-        super().__init__(f"\n  expected  {expected}\n  got       {got}\n  {label}   {cause}")
+        where = f"\n  scenario  {scenario}" if scenario else ""
+        super().__init__(f"\n  expected  {expected}\n  got       {got}{where}\n  {label}   {cause}")
 
     def _parts(self) -> dict[str, Any]:
-        names = ("expected", "got", "cause", "sure", "clause", "at")
+        names = ("expected", "got", "cause", "sure", "clause", "at", "scenario")
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[type[SpecFailure], tuple[Any, ...]]:
@@ -60,13 +63,29 @@ class SpecFailure(AssertionError):
         return told
 
 
-def in_scenario(error: BaseException, scenario: str) -> BaseException:
-    """The error, to be raised again, with the scenario in which it came."""
-    where = f"in the scenario: {scenario}"
+def in_scenario(error: BaseException, scenario: str, *others: str, tried: int = 0) -> BaseException:
+    """The error, to be raised again, with the scenario in which it came, and three more of them.
+
+    Args:
+        others: scenarios in which it came too.
+        tried: in how many it could have come; 0 where nobody knows.
+    """
+    if others:
+        of_all = f" of {tried}" if tried else ""
+        scenario += f" (and {len(others)} more{of_all}: {'; '.join(others[:3])})"
+    elif tried > 1:
+        scenario += f" (the only one of {tried})"
     if isinstance(error, SpecFailure):
-        return error.but(got=f"{error.got}\n{where}")
-    vars(error)["__notes__"] = [*getattr(error, "__notes__", []), where]
+        return error.but(scenario=scenario)
+    vars(error)["__notes__"] = [*getattr(error, "__notes__", []), f"{_SCENARIO}{scenario}"]
     return error
+
+
+def notes_of(error: BaseException) -> tuple[list[str], str]:
+    """What was added to an error, and the scenario in which it came, if there is one."""
+    notes = getattr(error, "__notes__", [])
+    scenarios = [n.removeprefix(_SCENARIO) for n in notes if n.startswith(_SCENARIO)]
+    return [n for n in notes if not n.startswith(_SCENARIO)], "".join(scenarios[:1])
 
 
 @dataclass(frozen=True)
@@ -80,6 +99,8 @@ class Bar:
     reference: int | None
     formula: str
 
+
+_SCENARIO = "in the scenario: "
 
 # The clause of what every function leaves alone: a law of the module.
 UNTOUCHED = "untouched"
@@ -125,9 +146,10 @@ def check_equal(
     belief = next((b for b, value in (suspects or {}).items() if same(got, value)), None)
     belief = belief or whence(got, want, before)
     got, want, what = narrowed(got, want, what)
+    belief = belief or certain(got, want)
     shown = show(want) if isinstance(want, torch.Tensor) else want
     fail(
-        expected=f"{what} with its {want}" if isinstance(want, Names) else f"{what} = {shown}",
+        expected=f"{what} {want}" if isinstance(want, Names) else f"{what} = {shown}",
         got=differences(got, want),
         cause=belief or cause,
         sure=belief is not None,

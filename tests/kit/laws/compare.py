@@ -64,9 +64,16 @@ def is_named(got: Trace, want: Trace) -> bool:
 
 
 def narrowed(scenario: str, name: str, want: Any, got: Any, near: float) -> Difference:
-    """Of a table of tensors the first that differs."""
+    """Of a table of tensors, or of as many texts, the first that differs."""
     if isinstance(want, dict) and isinstance(got, dict):
         for key in dict.fromkeys([*want, *got]):
             if not same(got.get(key), want.get(key), near):
                 return Difference(scenario, f"{name} of {key}", want.get(key), got.get(key))
+    if _are_texts(want) and _are_texts(got) and len(want) == len(got) > 1:
+        number = next((n for n, text in enumerate(want) if text != got[n]), 0)
+        return Difference(scenario, f"{name}, number {number}", want[number], got[number])
     return Difference(scenario, name, want, got)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)

@@ -42,6 +42,42 @@ def differences(got: object, want: object) -> str:
     return f"{show(got)}: {words}" if words else show(got)
 
 
+# Where two sums differ by less than this, somebody has rounded.
+_ROUNDED = 1e-5
+
+
+def certain(got: object, want: object) -> str | None:
+    """What is certain of a tensor that is nearly as it should be, whatever the answer does."""
+    if isinstance(got, Described) and isinstance(want, Described):
+        (*_, graph, held), (*_, no_graph, not_held) = got.kind, want.kind
+        belief = certain(got.value, want.value)
+        if belief or not torch.equal(got.value, want.value):
+            return belief
+        if graph and not no_graph:
+            return "the number is right, and keeps its graph: detach it"
+        if held and not not_held:
+            return f"the number is right, and a view that keeps {held} bytes: copy it"
+        return None
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor) or not beside(got, want):
+        return None
+    if got.numel() != want.numel() or got.is_complex() or want.is_complex():
+        return None
+    mine, true = got.detach().flatten().double(), want.detach().flatten().double()
+    off = (mine - true.to(mine.device)).norm()
+    if not bool(off <= _ROUNDED * true.norm()) or not bool(true.any()):
+        return None
+    if got.dtype != want.dtype:
+        kinds = [str(t.dtype).removeprefix("torch.") for t in (got, want)]
+        return f"the numbers are right, and {kinds[0]}, not {kinds[1]}"
+    if got.shape != want.shape:
+        return f"the numbers are right, in the shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if not bool(off):
+        return None
+    if got.dtype == torch.float64:
+        return "the numbers are right to 7 digits or so: something on the way is in float32"
+    return "the numbers are right but for the last digits: as from sums in another order"
+
+
 def _kind(got: Tensor, want: Tensor) -> str:
     mine, true = got.detach().flatten(), want.detach().flatten()
     if mine.numel() == 0:
@@ -96,7 +132,10 @@ def _first(mine: Tensor, true: Tensor, shape: torch.Size) -> str:
         gap = (mine - true).abs().nan_to_num(nan=torch.inf)
         other = gap > 0.5 * gap[gap.isfinite()].max() if bool(gap.isfinite().any()) else other
     index = int(other.nonzero()[0, 0])
-    return f"{mine[index].item():.6g} for {true[index].item():.6g}{_at(other, shape)}"
+    one, two = f"{mine[index].item():.6g}", f"{true[index].item():.6g}"
+    if one == two:
+        one, two = f"{mine[index].item():.12g}", f"{true[index].item():.12g}"
+    return f"{one} for {two}{_at(other, shape)}"
 
 
 def _at(where: Tensor, shape: torch.Size) -> str:

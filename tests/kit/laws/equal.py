@@ -37,17 +37,18 @@ def narrowed(got: object, want: object, what: str) -> tuple[object, object, str]
     """The first part of a dict or a list that differs, however deep; or the names, if these do."""
     if isinstance(got, dict) and isinstance(want, dict):
         if got.keys() != want.keys():
-            if max(len(got), len(want)) <= _FEW:
-                return [*got], [*want], f"names in {what}"
             lacks = _told("without {}", [name for name in want if name not in got])
             has = _told("with {} besides", [name for name in got if name not in want])
-            return Names("; ".join(filter(None, [lacks, has]))), Names(f"{len(want)} names"), what
+            asked = f"with its {len(want)} names"
+            if len(want) <= _FEW:
+                asked = _told("with {}", [*want]) or "empty"
+            return Names("; ".join(filter(None, [lacks, has]))), Names(asked), what
         key = next(key for key in want if not same(got[key], want[key]))
         return narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
     if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
         number = next(n for n, value in enumerate(want) if not same(got[n], value))
-        if isinstance(want[number], torch.Tensor):
-            return got[number], want[number], f"number {number} of {what}"
+        if isinstance(want[number], (torch.Tensor, dict)):
+            return narrowed(got[number], want[number], f"number {number} of {what}")
     return got, want, what
 
 

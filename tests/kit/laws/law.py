@@ -24,9 +24,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.laws.checks import SpecFailure, fail, in_scenario
+from kit.catalog import GROUPS
+from kit.laws.checks import SpecFailure, in_scenario
 from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
-from kit.laws.differences import in_another_order, shown
+from kit.laws.differences import certain, in_another_order, shown
 from kit.laws.mentions import in_words
 from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Suspect, suspects
@@ -92,7 +93,11 @@ class Law:
         def with_scenarios(function: Any) -> Any:
             group = function.__name__
             self.add(group, function(None), *precisions)
-            return as_spec(function, lambda _, answer, device: self.hold(answer, device, group))
+            spec = as_spec(
+                function,
+                lambda _, answer, device: self.hold(answer, device, group, _clause_of(spec)),
+            )
+            return spec
 
         return with_scenarios
 
@@ -108,8 +113,13 @@ class Law:
         self.groups[group] = [*made]
         self.scenarios |= made
 
-    def hold(self, answer: ModuleType, device: torch.device, group: str) -> None:
-        """Fail unless the answer does as the oracle in each scenario of the group."""
+    def hold(
+        self, answer: ModuleType, device: torch.device, group: str, clause: str | int = ""
+    ) -> None:
+        """Fail unless the answer does as the oracle in each scenario of the group.
+
+        Of all that differs, what the spec's own clause is about is shown first.
+        """
         __tracebackhide__ = True
         found: list[Difference] = []
         seen: dict[str, Pattern] = {}
@@ -121,7 +131,7 @@ class Law:
                     break  # what was seen before says more
                 raise
             want = self._wanted(scenario, device)
-            found += self._differences(scenario, got, want)[:1]
+            found += self._differences(scenario, got, want, clause)[:1]
             seen[scenario] = self._otherwise(got, want)
         if found:
             self._fail(found, group, answer, device, seen)
@@ -151,7 +161,9 @@ class Law:
             return True
         return want["outcome"] == "returns" and not isinstance(error, Planted)
 
-    def _differences(self, scenario: str, got: Trace, want: Trace) -> list[Difference]:
+    def _differences(
+        self, scenario: str, got: Trace, want: Trace, clause: str | int
+    ) -> list[Difference]:
         """Where the law is broken; the first is the one to show."""
         near = self.rounding(want["_world"])
         found = [
@@ -162,7 +174,12 @@ class Law:
         if not found and not is_named(got, want):
             asked = f"one that holds {in_words(want['_world'].mentions)}"
             found.append(Difference(scenario, "message", asked, str(got["_error"])))
-        return sorted(found, key=self._rank)
+        return sorted(found, key=lambda d: (self._clause(d) != clause, self._rank(d)))
+
+    def _clause(self, difference: Difference) -> str | int:
+        """The clause of the contract about it."""
+        name = difference.observable
+        return next((c for pattern, c in self.clauses.items() if re.match(pattern, name)), "")
 
     def _is_otherwise(self, name: str, got: Trace, want: Trace) -> bool:
         """Whether an observable is not free, and is otherwise than it should be."""
@@ -191,27 +208,24 @@ class Law:
         seen: dict[str, Pattern],
     ) -> NoReturn:
         __tracebackhide__ = True
-        tried = len(self.groups[group])
         first = found[0]
         name = first.observable
-        clause = next((c for pattern, c in self.clauses.items() if re.match(pattern, name)), "")
         meaning = next((m for start, m in self.meanings.items() if name.startswith(start)), "")
-        where = first.scenario
-        if found[1:]:
-            others = "; ".join(d.scenario for d in found[1:4])
-            where += f" (and {len(found) - 1} more of {tried}: {others})"
         belief = self._suspect(first.scenario, group, answer, device, seen)
+        belief = belief or certain(first.got, first.want)
         if not belief and in_another_order(first.got, first.want):
             belief = (
                 "all of it is there, in another order: something is read or done ahead, or late"
             )
-        fail(
+        failure = SpecFailure(
             expected=f"{first.observable} = {shown(first.want)}",
-            got=f"{shown(first.got, first.want)}\nin the scenario: {where}",
-            cause=belief or meaning or "compare with the contract",
+            got=shown(first.got, first.want),
+            cause=belief or meaning or self._known(answer),
             sure=belief is not None,
-            clause=clause,
+            clause=self._clause(first),
         )
+        tried = len(seen) if len(seen) == len(self.groups[group]) else 0
+        raise in_scenario(failure, *[d.scenario for d in found], tried=tried)
 
     def _suspect(
         self,
@@ -239,6 +253,11 @@ class Law:
             if fitting:
                 return fitting[0].belief
         return None
+
+    def _known(self, answer: ModuleType) -> str:
+        """Two mistakes that the spec must catch, where nothing better is known."""
+        names = [suspect.words for suspect in next(self._suspects(answer), [])]
+        return "; or ".join(names[:2]) or "compare with the contract"
 
     def _suspects(self, answer: ModuleType) -> Iterator[list[Suspect]]:
         return suspects(self.kata, answer, self.function)
@@ -274,6 +293,12 @@ class Law:
         """All that is otherwise than it should be."""
         pattern = {name: v for name, v in got.items() if self._is_otherwise(name, got, want)}
         return pattern if is_named(got, want) else pattern | {"message": "another"}
+
+
+def _clause_of(spec: Any) -> str | int:
+    """The clause of the contract that a spec is marked with."""
+    marks = [mark for mark in getattr(spec, "pytestmark", []) if mark.name in GROUPS]
+    return next((mark.args[1] for mark in marks if len(mark.args) > 1), "")
 
 
 def _is_seen(error: BaseException) -> bool:

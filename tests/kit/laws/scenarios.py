@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from kit.laws import draw
-from kit.laws.checks import check_equal, in_scenario
+from kit.laws.checks import SpecFailure, check_equal, in_scenario
 from kit.laws.equal import same
 from kit.laws.suspects import Suspect, suspects
 
@@ -117,9 +117,11 @@ def _hold(
     believed = computed(got, want)
     if believed is None and error is None:
         believed = _believed(answer, given, device, judge, worlds)
-    where = f"; {len(broken)} of {len(given)} scenarios" if len(given) > 1 else ""
     fitting = {believed: got} if believed else {}
-    check_equal(got, want, f"{what} ({broken[0]}{where})", cause=cause, suspects=fitting)
+    try:
+        check_equal(got, want, what, cause=cause, suspects=fitting)
+    except SpecFailure as failure:
+        raise in_scenario(failure, *broken, tried=0 if error else len(given)) from None
 
 
 def _given(

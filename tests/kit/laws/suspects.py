@@ -25,10 +25,15 @@ class Suspect:
     reference: Path
 
     @property
+    def words(self) -> str:
+        """What it does."""
+        return self.entry.name.replace("_", " ")
+
+    @property
     def belief(self) -> str:
         """What it does and the belief behind it, in words."""
         # The belief may sound right, so it must not read as what the judge believes.
-        return f'{self.entry.name.replace("_", " ")}. Perhaps you thought: "{self.entry.belief}"'
+        return f'{self.words}. Perhaps you thought: "{self.entry.belief}"'
 
     def load(self, *, as_file: bool = False) -> ModuleType | None:
         """A new module, since an answer may remember what was done with it; ranks need a file.

@@ -250,7 +250,9 @@ class TestPart3Train:
                 answer.save_checkpoint(path, *parts(world))
             found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
             files = {name: content in (whole, b"mine") for name, content in found.items()}
-            what = f"whole files after a {'later' if want else 'first'} save ({failure})"
+            room = f"room for {failure} quarters of the file"
+            how = room if isinstance(failure, int) else getattr(failure, "__name__", failure)
+            what = f"the folder after a failed {'later' if want else 'first'} save ({how})"
             check_equal(files, others | want, what, cause=cause)
 
     @pytest.mark.survives("load_checkpoint", "Raises")

@@ -35,8 +35,9 @@ class TestPart4MasterWeights:
         for bad, call in between:
             again = f"{call}step(); backward(-0.5); step(2.0**26)"
             script = f"backward(); step(); backward(3e4, {bad}); step(8.0); {again}"
-            yield f"SGD, {bad}, {call}", script, SGD, partial(layer, torch.float16)
-            yield f"Adam, {bad}, {call}", script, ADAM
+            name = f"a gradient of {bad}, then {call}".removesuffix(", then ").removesuffix("; ")
+            yield f"SGD, {name}", script, SGD, partial(layer, torch.float16)
+            yield f"Adam, {name}", script, ADAM
 
     @pytest.mark.exact("MasterWeights", "masters")
     @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
@@ -153,7 +154,7 @@ class TestPart4MasterWeights:
 
         side, saved = Side(answer.MasterWeights, layer, ADAM), saved_with(ADAM)
         before, others = side.seen(), {}
-        for what, make in {"two groups, not one": GROUPS, "SGD, not Adam": SGD}.items():
+        for what, make in {"a state of two groups": GROUPS, "a state of SGD": SGD}.items():
             others[what] = {"optimizer": saved_with(make)["optimizer"]}
         for shapes in ([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(5,), (3,)], [(5, 3), (3,)]):
             bad = {"masters": [*map(torch.zeros, shapes)]}
@@ -162,4 +163,4 @@ class TestPart4MasterWeights:
             call = partial(side.load_state_dict, saved | bad)
             check_raises(call, ValueError, when=f"for {what}")
             cause = "masters or optimizer are checked too late, or by zip(strict=True) on the way"
-            check_equal(side.seen(), before, f"the trainer, refused a state of {what}", cause=cause)
+            check_equal(side.seen(), before, f"the trainer that has refused {what}", cause=cause)

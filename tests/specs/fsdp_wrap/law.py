@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kit.laws.checks import SpecFailure, check_close, check_equal, fail
+from kit.laws.checks import SpecFailure, check_close, check_equal, fail, in_scenario
 from kit.ranks.world import World
 from specs.fsdp_wrap.alone import Alone, alone, vector
 from specs.fsdp_wrap.cases import GROUPS
@@ -66,15 +66,15 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
     broken = [name for name in found if found[name]]
     if broken:
         name, (observable, got) = broken[0], found[broken[0]] or ("", None)
-        where = f"{name}; {len(broken)} of {len(names)} scenarios" if names[1:] else name
         one = alone(name, rank, size)
         try:
-            _fail(one, observable, got, where, cause)
+            _fail(one, observable, got, cause)
         except SpecFailure as failure:
             law = observable.partition(" ")[0]
             if law in LAWS and one.contributions and not group.startswith("checkpoint"):
                 failure.clause = law
-            raise
+            tried = len(names) if len(found) == len(names) else 0
+            raise in_scenario(failure, *broken, tried=tried) from None
 
 
 def first(got: Trace, one: Alone) -> tuple[str, Any] | None:
@@ -108,11 +108,11 @@ def _alike(got: Any, want: Any, near: float) -> bool:
     return type(got) is type(want) and bool(got == want)
 
 
-def _fail(one: Alone, observable: str, got: Any, where: str, cause: str) -> None:
+def _fail(one: Alone, observable: str, got: Any, cause: str) -> None:
     __tracebackhide__ = True
     likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
     want, suspects = one.trace.get(observable), dict[str, Tensor]()
-    what = f"{observable} ({where})"
+    what = observable
     law, _, step = observable.partition(" of ")
     if one.contributions and law in LAWS and step == one.first:
         suspects = norms(one) if law == "grad_norm" else guesses(one, law)

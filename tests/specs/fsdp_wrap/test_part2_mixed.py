@@ -88,14 +88,20 @@ class TestPart2Mixed:
         )
 
     @pytest.mark.survives("wrap", 5)
-    @pytest.mark.parametrize("given", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-    def test_units_cast_what_they_get_and_the_model_returns_float32(self, answer, device, given):
+    @pytest.mark.parametrize(
+        ("given", "checkpoint"),
+        [(torch.float32, False), (torch.float64, True)],
+        ids=["fp32", "fp64-checkpoint"],
+    )
+    def test_units_cast_what_they_get_and_the_model_returns_float32(
+        self, answer, device, given, checkpoint
+    ):
         """Integers above 256, as places are, have no value of their own in bfloat16. A block gets
         what a float32 buffer has been multiplied into, also in a list of dicts.
         """
         with simulated_world(8, device) as mesh:
             model = WatchedModel().to(device)
-            answer.wrap(model, mesh, Watched, adamw, dtype=BF16)
+            answer.wrap(model, mesh, Watched, adamw, dtype=BF16, checkpoint=checkpoint)
             places = torch.tensor([[300], [301]], device=device)
             inputs = torch.ones(2, 5, dtype=given, device=device)
             more = {"mask": places > 300, "shifts": [{"shift": inputs / 2}]}

@@ -105,7 +105,7 @@ class TestPart2AccumulateTokens:
     def test_the_loss_of_a_model_in_sixteen_bits_is_float32(self):
         """A sum of losses over a few thousand tokens is infinite in float16."""
         yield "a model in float16", tokens.IN_FLOAT16
-        yield "a model in bfloat16", tokens.IN_BFLOAT16
+        yield "a model in bfloat16, logits transposed", tokens.IN_BFLOAT16, transposed
 
     @pytest.mark.survives("accumulate_tokens", 4)
     @TOKENS.spec()

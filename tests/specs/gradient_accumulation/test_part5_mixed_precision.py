@@ -141,8 +141,8 @@ class TestPart5MixedPrecision:
     @pytest.mark.survives("train_epoch", 2)
     @EPOCH.spec("fp16")
     def test_an_error_in_sixteen_bits_comes_through(self):
-        for place, at in (("step", 2), ("model", 5)):
-            yield f"the {place} fails, and the next epoch", fails(place, at), tag("retried")
+        for place, at in (("step", 2), ("model", 5), ("model", 1)):
+            yield f"the {place} fails at {at}, and the next epoch", fails(place, at), tag("retried")
 
     @pytest.mark.survives("train_epoch", "Raises")
     @EPOCH.spec()

@@ -138,8 +138,9 @@ class TestPart1StateBytes:
         large, odd = torch.zeros(500), torch.zeros(100).double()
         slices = with_buffers(first=large[:1], second=large[1:3], odd=odd[1::2])
         yield "slices of large tensors", (0, 0, 4 * 500 + 8 * 100, 0), slices
-        (model := nn.Linear(8, 4)).weight.untyped_storage().resize_(0)
-        yield "a weight that FSDP has freed", (4 * 4, 0, 0, 0), model
+        yield "a weight", (4 * 8 * 4 + 4 * 4, 0, 0, 0), (model := nn.Linear(8, 4))
+        model.weight.untyped_storage().resize_(0)
+        yield "the same weight, freed by FSDP", (4 * 4, 0, 0, 0), model
 
     @pytest.mark.survives("state_bytes", 2)
     @counts("lists, tuples or dicts in the state are not looked into")

@@ -82,6 +82,7 @@ class TestPart2SavedBytes:
         yield "an auxiliary loss", 4 * 36 + 4 * 36, lambda: (keep(x.sigmoid().mean()), x.tanh())[1]
         with torch.no_grad():
             yield "under the caller's no_grad", 0, lambda: x.exp()
+            yield "gradients on inside of it", 4 * 36, lambda: torch.enable_grad()(x.exp)()
         back = lambda **keep: ((y := x.exp().tanh()).sum().backward(**keep), y)[1]  # noqa: E731
         yield "a graph that went backward", 0, back
         yield "a graph that may go backward again", 2 * 4 * 36, partial(back, retain_graph=True)
@@ -196,6 +197,8 @@ class TestPart2SavedBytes:
         x = leaf(32)
         yield "exp", x.exp
         yield "square", x.square
+        in_place = lambda: (y := torch.ones(32)).add_(y * x)  # noqa: E731
+        yield "a residual in place: what was saved has a graph by then", in_place
 
     @pytest.mark.survives("saved_bytes", 4)
     @pytest.mark.parametrize("end", ENDINGS)

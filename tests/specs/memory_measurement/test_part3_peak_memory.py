@@ -142,6 +142,14 @@ class TestPart3PeakMemory:
     def test_counts_one_device(self):
         yield "a million floats on meta", (0, 0, 0), lambda: torch.ones(10**6, device="meta") * 2
         yield "existed on meta", (0, 0, 0), lambda: None, [torch.ones(10**6, device="meta")]
+        kept, size = [], 20 * 4
+
+        def by_turns():
+            for _ in range(20):
+                torch.empty(1024, device="meta").mul_(2)
+                kept.append(torch.ones(1024))
+
+        yield "on meta and here, by turns", (0, size, size), by_turns
 
     @pytest.mark.saves("peak_memory", "peak")
     def test_shows_what_checkpointing_takes_off_the_peak(self, answer, reference, device):

@@ -35,6 +35,8 @@ class Tricky(nn.Module):
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
         self.register_buffer("unused", None)
+        codes = torch.zeros(3, 2, dtype=torch.int8)
+        self.codes = nn.Parameter(codes, requires_grad=False)  # quantised
         self.sum = nn.Linear(OUTPUTS, 1)  # of it only rank 0 has rows
         self.head = nn.Linear(WIDTH, OUTPUTS)
         self.head.bias.requires_grad_(False)
@@ -44,6 +46,7 @@ class Tricky(nn.Module):
         self.again.weight = self.embed.weight
         self.embed.register_buffer("ratio", self.scale)
         self.embed.register_buffer("steps", self.steps)
+        self.embed.register_buffer("mask", self.mask, persistent=False)
         self.eval().outer.train()
 
 
@@ -59,7 +62,10 @@ def init(module: nn.Module) -> None:
     if not has_own(module):
         torch.empty(()).normal_()
     for p in module.parameters(recurse=False):
-        nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
+        if p.is_floating_point():
+            nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
+        else:
+            p.data.fill_(7)
     if (again := getattr(module, "offset_again", None)) is not None:
         again.data.uniform_(1, 2)
     for buffer in module.buffers(recurse=False):
@@ -98,7 +104,7 @@ def alone(
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers by name, also the buffers that are not in the state dict."""
-    saved, buffers = weights(model), full(dict(model.named_buffers()))
+    saved, buffers = weights(model), full(dict(model.named_buffers(remove_duplicate=False)))
     others = {f"{n}, not persistent": b for n, b in buffers.items() if n not in model.state_dict()}
     return {**saved, **others}
 

@@ -54,6 +54,7 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> None:
     From each copy one of the checkpoints is loaded; where it is the old one, step 5 is saved again.
     """
     copies = Copies(folder / "run-\u00e9")
+    (copies.folder / "logs").mkdir(parents=True)
     model, optimizer, before = _begun(answer, copies.folder)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save(copies.folder, model, optimizer, 5)
@@ -66,6 +67,8 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> None:
         if step == 1 and "just opened" not in when:
             answer.save(path, model, optimizer, 5)
             check_loads(answer, path, new, f"after a new save, {when}", IN_THE_WAY)
+            cause = "what others have in the folder is taken for what such a save has left"
+            check_equal((path / "logs").exists(), True, "whether logs are there", cause=cause)
 
 
 def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> None:
