@@ -28,7 +28,7 @@ BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-# Part 1; `dtype` is part 2
+# Part 1; `dtype` is part 2, and `checkpoint` part 3
 
 
 def wrap(
@@ -142,4 +142,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 41d23391ed34
+# untouched stub f7f88dd11f3b

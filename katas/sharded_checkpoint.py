@@ -60,7 +60,7 @@ def build(
         2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
            it anew, and the last one counts.
         3. Train mode and requires_grad stay as make_model has left them. A block inside another
-           has one name.
+           stands in the model only once.
     """
     raise NotImplementedError
 
@@ -117,7 +117,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint; one with other names, or shapes (extra state's may differ). Names the folder.
+        no checkpoint; other names, extra state's too, or tensors of other shapes. Names the folder.
     """
     raise NotImplementedError
 
@@ -162,4 +162,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub ffde726026cb
+# untouched stub ec371a7d2e77

@@ -34,7 +34,7 @@ BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-# Part 1; `dtype` is part 2
+# Part 1; `dtype` is part 2, and `checkpoint` part 3
 
 
 def wrap(

@@ -77,7 +77,7 @@ def build(
         2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
            it anew, and the last one counts.
         3. Train mode and requires_grad stay as make_model has left them. A block inside another
-           has one name.
+           stands in the model only once.
     """
 
     def make() -> nn.Module:
@@ -193,7 +193,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint; one with other names, or shapes (extra state's may differ). Names the folder.
+        no checkpoint; other names, extra state's too, or tensors of other shapes. Names the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:

@@ -45,8 +45,8 @@ def explain(error: BaseException, judged: Judged) -> Problem:
     place = place_in(error, judged.path)
     here = (place or source.find(judged.path, judged.function)).fields()
     if isinstance(error, SpecFailure):
-        if error.at:
-            here = source.find(judged.path, error.at).fields()
+        if error.at or error.clause == UNTOUCHED:  # no line that an error came by has done that
+            here = source.find(judged.path, error.at or judged.function).fields()
         here |= {"sure": error.sure, "scenario": error.scenario}
         here |= {"contract": _sentence(error, judged)}
         return Problem("wrong", error.got, error.expected, error.cause, **here)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from desk import source
-from kit.catalog import Kata
-
 _PART = re.compile(r"^## Part (\d+): *(.*)$")
 _RUNG = re.compile(r"^### (\d+) +(.*)$")
 _SPECS = "## When a spec fails"
@@ -55,11 +52,6 @@ def parse(text: str) -> Hints:
         elif name and line.startswith("  "):
             hints.specs[name] += f" {line.strip()}"
     return hints
-
-
-def spec_hint(kata: Kata, spec: str) -> str:
-    """What is said of the spec of that name, if anything is."""
-    return parse(source.read(kata.hints)).specs.get(spec, "")
 
 
 def _strip_blank_ends(lines: list[str]) -> None:

@@ -16,10 +16,12 @@ from kit.catalog import Kata, shown
 def run(name: str | None, part: str | None, rung: str | None, paper: Paper) -> int:
     """Print one hint, and the command for the next.
 
-    Without a part it is for the part in hand, and first for the spec that failed, if it has one.
+    Without a part it is for the part in hand. In that part it is first for the spec that failed, if
+    it has one.
     """
     found = _in_hand(name, State(paper.note))
-    rung = rung or ("1" if part else str(first_rung(found.kata, found.spec)))
+    is_in_hand = part in (None, str(found.part))
+    rung = rung or str(first_rung(found.kata, found.spec) if is_in_hand else 1)
     hint = show(paper, found.kata, part or str(found.part), rung, found.spec)
     if hint.rung == hint.rungs:
         paper.line(f"This was the last hint of part {hint.part}.")

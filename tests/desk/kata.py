@@ -95,6 +95,8 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
         may_skip = not (record.changed(before) or wanted.verbose or job.junitxml)
         job = planned(job, record, may_skip=may_skip)
     paper.line(title(job), "bold")
+    if [*job.sections] != [section for section in job.kata.sections if section in job.sections]:
+        paper.line("What failed last time is judged first.")
     paper.line()
     screen = Screen(paper, job, wanted.verbose)
     paper.status("starting")

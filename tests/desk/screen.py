@@ -155,7 +155,7 @@ class Screen:
                 paper.labelled(indent, label, text)
         if problem.path:
             paper.labelled(indent, "at", at(problem), "cyan")
-        if problem.source:
+        if problem.source and not problem.source.startswith(("def ", "class ")):  # at has its name
             paper.verbatim(indent + LABEL, problem.source)
         if problem.caret:
             paper.verbatim(indent + LABEL, " " * (problem.caret - 1) + "^")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from desk import events
 from desk.asked import PATHS
 from desk.events import Outcome, Problem, Spec
-from desk.hint_file import spec_hint
 from desk.verdict import Job, Verdict
 from kit.catalog import shown
 
@@ -35,12 +34,11 @@ def next_steps(verdict: Verdict) -> list[tuple[str, str]]:
         return [("Next", again)]
     spec, outcome = verdict.first_bad
     verb = "write" if outcome.result == events.TODO else "fix"
-    hint, part = f"nox -s hint -- {job.kata.name}", _part_at_fault(verdict, spec, outcome.problem)
+    part = _part_at_fault(verdict, spec, outcome.problem)
+    hint = f"nox -s hint -- {job.kata.name} {part}"
     if part not in {spec.part, *(section.part for section in verdict.known)}:
         # What it should do is seen there.
         again = f"nox -s kata -- {job.kata.name} {part}{options}"
-    if options or part != spec.part or not spec_hint(job.kata, spec.name):
-        hint += f" {part}"  # without a part it begins with the hint of the spec
     steps = [("Next", f"{verb} {_where(outcome, job)}"), ("then", again), ("a hint", hint)]
     if outcome.charts and job.kata.has_timeline:
         steps.append(("picture", f"nox -s timeline -- {job.kata.name}{options}"))

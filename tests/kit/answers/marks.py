@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kit.answers.contract import Clause
@@ -19,3 +21,9 @@ def clause_of(item: pytest.Item) -> tuple[str, Clause]:
     if mark and mark.args:
         return mark.args
     return getattr(getattr(item, "cls", None), "subject", ""), ""
+
+
+def subject_of(spec: Any) -> tuple[str, Clause]:
+    """The same of a function that is a spec: that of its own mark."""
+    marks = [mark for mark in getattr(spec, "pytestmark", []) if mark.name in GROUPS]
+    return next((mark.args for mark in marks if mark.args), ("", ""))

@@ -74,7 +74,7 @@ def in_scenario(error: BaseException, scenario: str, *others: str, tried: int = 
         of_all = f" of {tried}" if tried else ""
         scenario += f" (and {len(others)} more{of_all}: {'; '.join(others[:3])})"
     elif tried > 1:
-        scenario += f" (the only one of {tried})"
+        scenario += f" (1 of {tried} scenarios)"
     if isinstance(error, SpecFailure):
         return error.but(scenario=scenario)
     vars(error)["__notes__"] = [*getattr(error, "__notes__", []), f"{_SCENARIO}{scenario}"]

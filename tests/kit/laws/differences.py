@@ -117,6 +117,8 @@ def multiple(got: Tensor, want: Tensor) -> str:
         and 1 in (abs(near.numerator), near.denominator)
     ):
         return str(near)
+    if not 1e-6 < abs(factor) < 1e12:
+        return ""
     # Of one number alone every ratio is a factor: only a plain one says something.
     return f"{factor:.4g}" if factors.numel() > 1 else ""
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.catalog import GROUPS
+from kit.answers.marks import subject_of
 from kit.laws.checks import SpecFailure, in_scenario
 from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
 from kit.laws.differences import certain, in_another_order, shown
@@ -95,7 +95,7 @@ class Law:
             self.add(group, function(None), *precisions)
             spec = as_spec(
                 function,
-                lambda _, answer, device: self.hold(answer, device, group, _clause_of(spec)),
+                lambda _, answer, device: self.hold(answer, device, group, subject_of(spec)[1]),
             )
             return spec
 
@@ -293,12 +293,6 @@ class Law:
         """All that is otherwise than it should be."""
         pattern = {name: v for name, v in got.items() if self._is_otherwise(name, got, want)}
         return pattern if is_named(got, want) else pattern | {"message": "another"}
-
-
-def _clause_of(spec: Any) -> str | int:
-    """The clause of the contract that a spec is marked with."""
-    marks = [mark for mark in getattr(spec, "pytestmark", []) if mark.name in GROUPS]
-    return next((mark.args[1] for mark in marks if len(mark.args) > 1), "")
 
 
 def _is_seen(error: BaseException) -> bool:

@@ -15,7 +15,7 @@
 A spec yields its scenarios, each with a name; what it makes lies on the device that is judged, and
 what it has entered is in force while the scenario runs. A function like `counts` runs one and says
 what the answer gave and what it should give. Where a mistake of the catalogue gives the same in
-every scenario, its belief is the cause.
+every scenario, its belief is the cause; that of another spec's mistake is a guess.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from kit.answers.marks import subject_of
 from kit.laws import draw
 from kit.laws.checks import SpecFailure, check_equal, in_scenario
 from kit.laws.equal import same
@@ -73,9 +74,10 @@ def scenarios(
                 def hold(self: object, answer: ModuleType, device: torch.device) -> None:
                     __tracebackhide__ = True
                     here = functools.partial(worlds, self)
-                    _hold(answer, device, judge, here, what, cause, computed)
+                    _hold(answer, device, judge, here, what, cause, computed, subject_of(spec)[0])
 
-                return as_spec(worlds, hold)
+                spec = as_spec(worlds, hold)
+                return spec
 
             return with_worlds
 
@@ -105,6 +107,7 @@ def _hold(
     what: str,
     cause: str,
     computed: Computed,
+    function: str,
 ) -> None:
     __tracebackhide__ = True
     given, error = _given(answer, device, judge, worlds)
@@ -114,12 +117,18 @@ def _hold(
             raise error
         return
     got, want = given[broken[0]]
-    believed = computed(got, want)
-    if believed is None and error is None:
-        believed = _believed(answer, given, device, judge, worlds)
-    fitting = {believed: got} if believed else {}
+    believed = None
+    if error is None:
+        fitting = _fitting(answer, given, device, judge, worlds, function)
+        is_its_own, suspect = next(fitting, (False, None))
+        if suspect and is_its_own:
+            believed = suspect.belief
+        elif suspect and len(broken) > 1:  # in one scenario alone many give the same by chance
+            cause = f'{suspect.words} ("{suspect.entry.belief}")'
+    believed = believed or computed(got, want)
+    known = {believed: got} if believed else {}
     try:
-        check_equal(got, want, what, cause=cause, suspects=fitting)
+        check_equal(got, want, what, cause=cause, suspects=known)
     except SpecFailure as failure:
         raise in_scenario(failure, *broken, tried=0 if error else len(given)) from None
 
@@ -145,19 +154,24 @@ def _made_on(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else device
 
 
-def _believed(
-    answer: ModuleType, given: Given, device: torch.device, judge: Judge, worlds: Worlds
-) -> str | None:
-    """The mistake that this spec must catch and that gives just what the answer has given."""
+def _fitting(
+    answer: ModuleType,
+    given: Given,
+    device: torch.device,
+    judge: Judge,
+    worlds: Worlds,
+    function: str,
+) -> Iterator[tuple[bool, Suspect]]:
+    """The mistakes that give just what the answer has given; whether this spec must catch them."""
     kata = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).parent.name
     mine = [got for got, _ in given.values()]
-    for suspect in next(suspects(kata, answer), []):
-        gave = once(f"what {suspect.entry.name} gives", _Gave)
-        if not gave.differs(mine) and not gave.is_all:
-            gave.run(suspect, mine, device, judge, worlds)
-        if gave.is_all and len(gave.values) == len(mine) and not gave.differs(mine):
-            return suspect.belief
-    return None
+    for number, some in enumerate(suspects(kata, answer, function)):
+        for suspect in some:
+            gave = once(f"what {suspect.entry.name} gives", _Gave)
+            if not gave.differs(mine) and not gave.is_all:
+                gave.run(suspect, mine, device, judge, worlds)
+            if gave.is_all and len(gave.values) == len(mine) and not gave.differs(mine):
+                yield number == 0, suspect
 
 
 class _Gave:

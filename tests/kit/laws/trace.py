@@ -35,7 +35,7 @@ MEANINGS = {
     "passes back": "backward() runs under autocast",
     "loss calls": "the loss runs in another precision, on an output in 16 bits, or out of turn",
     "skipped": "see whether the optimizer stepped: no norm, loss, weight or scale tells",
-    "loss": "it is still scaled, of another dtype, kept with its graph, or a view of more",
+    "loss": "it is still scaled, the loss's own tensor and no copy, or with its graph",
     "grad_norm": "it is still scaled, clipped, or not over all that was trained",
     "gradients at": "they are still scaled, stale, or clipped in another way",
     "optimizer steps": "a step too many, or none",

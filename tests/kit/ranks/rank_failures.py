@@ -49,6 +49,7 @@ def hang(stacks: dict[int, list[Frame]], size: int, file: str, limit: float) -> 
         cause = f"a loop that does not end; rank {blamed} ran this line when the time was up"
     elif done:
         cause = f"rank {blamed} waits in a collective call that rank {done[0]} never makes: {same}"
+        cause += "; a backward pass of DDP or FSDP makes some"
     else:
         cause = f"the ranks wait for each other in different collective calls: {same}"
     error = SpecFailure(expected, got, cause)

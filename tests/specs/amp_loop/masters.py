@@ -150,16 +150,21 @@ class Side:
         return kept(seen)
 
 
-def not_rounded(got, want):
-    """What it means if all masters are right and the model's weights are not."""
+# What it means if nothing that comes before these is wrong.
+MEANS = {
+    "masters": None,
+    "weights": "the masters are right, and the model's weights are not these, rounded",
+    "float32 gradients kept": "all else is right; the masters keep their gradients, 4 bytes each",
+}
+
+
+def first_wrong(got, want):
+    """What it means, by what is the first of MEANS that is wrong."""
     wrong = [name for name, value in want.items() if not same(got.get(name), value)]
-    if any(name.startswith("masters") for name in wrong):
-        return None
-    cause = "the masters are right, and the model's weights are not these, rounded"
-    return cause if any(name.startswith("weights") for name in wrong) else None
+    return next((MEANS[kind] for kind in MEANS if any(n.startswith(kind) for n in wrong)), None)
 
 
-@scenarios("MasterWeights", not_rounded)
+@scenarios("MasterWeights", first_wrong)
 def agrees(answer, device, name, script, optimizer=SGD, build=layer):
     sides = (Side(make, build, optimizer) for make in (answer.MasterWeights, Twin))
     return tuple(play(side, script) for side in sides)

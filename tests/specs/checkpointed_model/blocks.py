@@ -12,6 +12,7 @@ from kit.laws.checks import check_equal, check_raises, fail
 from kit.laws.scenarios import once, scenarios
 from kit.laws.untouched import observed
 from kit.private_torch import tree_leaves, tree_map
+from specs.checkpointed_model.meanings import meaning
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
 
@@ -243,7 +244,7 @@ def chain(
     return build
 
 
-@scenarios("the step")
+@scenarios("the step", meaning)
 def recomputed(answer, device, name, build, runs=2):
     """A step with recompute() shows what it shows with plain calls."""
     mine = seen(build, answer.recompute, nothing, device)
@@ -252,7 +253,7 @@ def recomputed(answer, device, name, build, runs=2):
     return compared(mine, true, runs)
 
 
-@scenarios("the step")
+@scenarios("the step", meaning)
 def checkpointed(answer, device, name, build, counts, runs=2, keep=None):
     """A step shows what it showed before, or an error; `counts` are the numbers of blocks."""
     found, options = [], {} if keep is None else {"keep": keep}

@@ -9,6 +9,7 @@ from kit.laws import draw
 from kit.laws.checks import check, check_bar
 from kit.laws.scenarios import scenarios
 from kit.memory.ruler import bytes_of, measure
+from specs.checkpointed_model.meanings import meaning
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
 
@@ -88,7 +89,7 @@ def twin_of(model):
     return twin
 
 
-@scenarios("the step")
+@scenarios("the step", meaning)
 def as_without(answer, device, name, build, runs=2):
     """A step shows what it shows without checkpoints; `runs` is how often a block runs."""
     return compared(*(see(build(answer, device, own), device) for own in (True, False)), runs)

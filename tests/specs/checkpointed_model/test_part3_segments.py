@@ -12,12 +12,14 @@ from specs.checkpointed_model.large import (
     LATER,
     as_without,
     check_model,
+    check_nothing_left,
     held,
     large,
+    large_inputs,
     peak,
     replaced,
 )
-from specs.checkpointed_model.steps import see
+from specs.checkpointed_model.steps import WIDTH, see
 
 
 def cost(layers, size):
@@ -100,6 +102,8 @@ class TestPart3Segments:
         words = f"{8 // size} segments + 1"
         cause = "segment_size is the number of blocks in a segment, and not of segments"
         check_model(held, 8, size, case, 8 // size + 1, words, answer, reference, device, cause)
+        x, model = large_inputs(device), answer.LargeModel(5, WIDTH, segment_size=2).to(device)
+        check_nothing_left(model, x, lambda: model(x))
 
     @pytest.mark.survives("best_segment_size", "Raises")
     @pytest.mark.parametrize("layers", [0, -4])

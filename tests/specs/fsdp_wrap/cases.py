@@ -136,7 +136,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "bfloat16": {
         "odd sizes": Case(wrap=BF16),
         "frozen": Case(SHAPES["frozen"], BF16),
-        "nested, checkpoint": Case(SHAPES["nested"], BF16 | CHECKPOINT),
+        "nested": Case(SHAPES["nested"], BF16),
         "only blocks, kept": Case(SHAPES["only blocks"], BF16 | KEPT),
     },
     "one step": {"one step": Case(script=STEP)},
@@ -181,6 +181,7 @@ GROUPS: dict[str, dict[str, Case]] = {
             dropping_twice, CHECKPOINT, script=("train", "step", "plain"), train=False
         ),
         "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
+        "nested, bfloat16": Case(SHAPES["nested"], BF16 | CHECKPOINT),
     },
     "checkpointed shapes": {
         name: Case(SHAPES[name], CHECKPOINT, script=STEP)

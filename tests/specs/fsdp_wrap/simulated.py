@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check, check_bar
+from kit.laws.checks import check, check_bar, check_equal
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
 from kit.private_torch import tree_leaves
 from kit.ranks.collectives import Collective, collectives
 from kit.ranks.shapes import Shape
-from kit.ranks.shards import part, rounded, units
+from kit.ranks.shards import part, rounded, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import FEATURES, OUTPUTS, Block, data, make
 from specs.fsdp_wrap.cases import adamw
@@ -224,3 +224,23 @@ def activations_of_wide(samples: int, itemsize: int) -> int:
     row, hidden = itemsize * samples * WIDE, itemsize * samples * (3 * WIDE + 1)
     block = 2 * rounded(row) + rounded(hidden) + 2 * rounded(4 * samples)
     return WIDE_BLOCKS * block + 2 * rounded(row) + 2 * rounded(hidden) + 6 * rounded(20 * samples)
+
+
+def check_forward_alone(
+    answer: Any, reference: Any, device: torch.device, shape: Any, options: dict[str, Any]
+) -> None:
+    """Under no_grad n + 1 gathers; two blocks and the root's unit at most, and then none. With
+    reshard_after_forward=False the whole model at most.
+    """
+    __tracebackhide__ = True
+    yours, theirs = (
+        books(m, device, 8, shape=shape, forward_only=True, **options) for m in (answer, reference)
+    )
+    dtype, is_kept = options.get("dtype", torch.float32), "reshard_after_forward" in options
+    what = "a forward under no_grad"
+    check_calls(yours.calls, planned(shape, 8, 1, dtype, reductions=0), what=what)
+    *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*shape()))
+    check_whole(yours.memory, theirs.memory, blocks, root, f"in {what}", not is_kept)
+    cause = "no backward comes that would give it back: the root's unit, or all of them"
+    left = yours.memory.after["unsharded"]
+    check_equal(left, 0, f"gathered bytes after {what}", cause=cause)

@@ -13,7 +13,7 @@ from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import FEATURES
 from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap import simulated
-from specs.fsdp_wrap.cases import BF16, KEPT, adamw
+from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import REFUSED, check_refused
 from specs.fsdp_wrap.shapes import integers_first, look_alikes, with_a_subclass
@@ -99,15 +99,15 @@ class TestPart1Wrap:
         [
             (tall, {}),
             (wide, {"looked": True}),
-            (nested, BF16 | {"checkpoint": True}),
+            (nested, {}),
             (integers_first, {"train": False}),
         ],
-        ids=["six_blocks", "evaluated", "bf16-checkpoint-nested", "eval_mode-integers_first"],
+        ids=["six_blocks", "evaluated", "nested", "eval_mode-integers_first"],
     )
     def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, options):
-        """reshard_after_forward=False: n + 1 gathers, n + 1 reductions; with other options too."""
+        """reshard_after_forward=False: n + 1 gathers, n + 1 reductions."""
         calls = books(answer, device, 8, shape=shape, **KEPT, **options).calls
-        want = planned(shape, 8, gathers=1, dtype=options.get("dtype", torch.float32))
+        want = planned(shape, 8, gathers=1)
         mode = "" if options.get("train", True) else " in eval mode"
         mode += " after an evaluation" if options.get("looked") else ""
         check_calls(calls, want, what=f"a step with reshard_after_forward=False{mode}")
@@ -211,27 +211,13 @@ class TestPart1Wrap:
     @pytest.mark.saves("wrap", 1)
     @pytest.mark.parametrize(
         ("shape", "options"),
-        [(tall, {}), (tall, KEPT | BF16), (nested, KEPT | {"checkpoint": True})],
-        ids=["fp32-given_back", "bf16-kept", "kept-checkpoint-nested"],
+        [(tall, {}), (tall, KEPT), (nested, KEPT)],
+        ids=["given_back", "kept", "kept-nested"],
     )
     def test_a_forward_alone_leaves_nothing_gathered(
         self, answer, reference, device, shape, options
     ):
-        """Under no_grad n + 1 gathers; two blocks and the root's unit at most, and then none. With
-        reshard_after_forward=False the whole model at most.
-        """
-        yours, theirs = (
-            books(m, device, 8, shape=shape, forward_only=True, **options)
-            for m in (answer, reference)
-        )
-        dtype, is_kept = options.get("dtype", torch.float32), "reshard_after_forward" in options
-        what = "a forward under no_grad"
-        check_calls(yours.calls, planned(shape, 8, 1, dtype, reductions=0), what=what)
-        *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*shape()))
-        simulated.check_whole(yours.memory, theirs.memory, blocks, root, f"in {what}", not is_kept)
-        cause = "no backward comes that would give it back: the root's unit, or all of them"
-        left = yours.memory.after["unsharded"]
-        check_equal(left, 0, f"gathered bytes after {what}", cause=cause)
+        simulated.check_forward_alone(answer, reference, device, shape, options)
 
     @pytest.mark.survives("wrap", "Raises")
     @pytest.mark.parametrize("what", REFUSED, ids=lambda w: w.replace(" ", "_"))

@@ -11,10 +11,10 @@ from kit.ranks.shards import units
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block, make
 from specs.fsdp_wrap import simulated
-from specs.fsdp_wrap.cases import adamw
+from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.shapes import Watched, WatchedModel
-from specs.fsdp_wrap.simulated import books, check_calls, planned, wide
+from specs.fsdp_wrap.simulated import books, check_calls, planned, tall, wide
 
 BF16 = torch.bfloat16
 SAMPLES = 128  # so that activations are many times the 512 bytes that storages are rounded to
@@ -30,13 +30,19 @@ class TestPart2Mixed:
     @pytest.mark.exact("wrap", "bfloat16")
     @pytest.mark.parametrize(
         ("shape", "options"),
-        [(wide, {"samples": SAMPLES}), (SHAPES["frozen"], {}), (nested, {"checkpoint": True})],
-        ids=["plain", "frozen", "checkpoint"],
+        [
+            (wide, {"samples": SAMPLES}),
+            (SHAPES["frozen"], {}),
+            (nested, {"checkpoint": True}),
+            (nested, KEPT | {"checkpoint": True}),
+        ],
+        ids=["plain", "frozen", "checkpoint", "checkpoint-kept"],
     )
     def test_gathers_bfloat16_and_reduces_float32(self, answer, device, shape, options):
         """As many calls as in float32; what is gathered has half the bytes."""
         calls = books(answer, device, 8, shape=shape, dtype=BF16, **options).calls
-        check_calls(calls, planned(shape, 8, dtype=BF16), what="a step in bfloat16 on 8 ranks")
+        want = planned(shape, 8, gathers=1 if "reshard_after_forward" in options else 2, dtype=BF16)
+        check_calls(calls, want, what="a step in bfloat16 on 8 ranks")
 
     @pytest.mark.exact("wrap", "bfloat16")
     def test_shards_gradients_and_state_are_float32(self, answer, device):
@@ -86,6 +92,18 @@ class TestPart2Mixed:
             formula="1.05 x (what 4 blocks keep, 2 bytes a number, + one block in backward)",
             cause="something between forward and backward is float32",
         )
+
+    @pytest.mark.survives("wrap", 1)
+    @pytest.mark.parametrize(
+        ("shape", "options"),
+        [(tall, KEPT), (nested, KEPT | {"checkpoint": True})],
+        ids=["kept", "kept-checkpoint-nested"],
+    )
+    def test_a_forward_alone_in_bfloat16_leaves_nothing_gathered(
+        self, answer, reference, device, shape, options
+    ):
+        options = options | {"dtype": BF16}
+        simulated.check_forward_alone(answer, reference, device, shape, options)
 
     @pytest.mark.survives("wrap", 5)
     @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import EPOCH
 from specs.gradient_accumulation.scenarios import HALF
 
-IN_BFLOAT16 = put(dtype=torch.bfloat16)
-
 
 def nothing_to_train(w):
     """The optimizer holds nothing that the model has."""
@@ -106,9 +104,6 @@ class TestPart3TrainEpoch:
         yield from scenarios.UNUSUAL
         yield "a model in float64, clipped", HALF, scenarios.in_float64
         yield from scenarios.AUTOCAST
-        in_both, backward = (IN_BFLOAT16, *scenarios.IN_AUTOCAST), fails("backward", 5)
-        yield "in bfloat16, inside the caller's autocast", *in_both
-        yield "in bfloat16, inside it, and the backward pass fails", *in_both, backward
 
     @pytest.mark.survives("train_epoch", 1)
     @EPOCH.spec()

@@ -15,7 +15,7 @@ from kit.laws.trace import Probe
 from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
 from specs.gradient_accumulation import memory
 from specs.gradient_accumulation.laws import EPOCH
-from specs.gradient_accumulation.scenarios import HALF, gradient_of_another, tag
+from specs.gradient_accumulation.scenarios import HALF, IN_AUTOCAST, gradient_of_another, tag
 
 
 def only_the_loss(w):
@@ -143,6 +143,14 @@ class TestPart5MixedPrecision:
     def test_an_error_in_sixteen_bits_comes_through(self):
         for place, at in (("step", 2), ("model", 5), ("model", 1)):
             yield f"the {place} fails at {at}, and the next epoch", fails(place, at), tag("retried")
+
+    @pytest.mark.survives("train_epoch", 3)
+    @EPOCH.spec()
+    def test_sixteen_bits_inside_the_callers_autocast(self):
+        """Whose cache keeps no weights from before a step, after an error either."""
+        in_both = (put(dtype=torch.bfloat16), *IN_AUTOCAST)
+        yield "in bfloat16, inside the caller's autocast", *in_both
+        yield "in bfloat16, inside it, and the backward pass fails", *in_both, fails("backward", 5)
 
     @pytest.mark.survives("train_epoch", "Raises")
     @EPOCH.spec()

@@ -74,7 +74,8 @@ class TestPart2SecondRun:
             return step
 
         yield "off, backward inside of bfloat16", backward_in_bfloat16(off, model)
-        yield "float16, backward inside of bfloat16", backward_in_bfloat16(float16, layer)
+        cached = "float16, backward inside of bfloat16, whose cache has the weight in bfloat16"
+        yield cached, backward_in_bfloat16(float16, layer)
         dtype_only = block(torch.float16, enabled=False)
         own = lambda a: block()(lambda t: model(t))(a)  # noqa: E731
         yield "float16, but off until inside", dtype_only(lambda c: c(own, x))

@@ -85,18 +85,18 @@ class TestPart3Segments:
         for count in (*range(1, 200), 1000):
             yield f"{count} layers", count
 
+    @pytest.mark.exact("run_in_segments", "last")
+    @runs("the last segment is checkpointed too, and costs a forward pass for nothing")
+    def test_the_last_segment_is_not_run_again(self):
+        for (count, segments), name in NAMES.items():
+            yield name, count, segments, {"again": segments - 1}
+
     @pytest.mark.exact("run_in_segments", "sizes")
     @runs("the rest of the division goes to one segment, which then sets the peak")
     def test_sizes_of_segments_differ_by_one_at_most(self):
         for (count, segments), name in NAMES.items():
             sizes = [count // segments + (n < count % segments) for n in range(segments)]
             yield name, count, segments, {"sizes": sorted(sizes)}
-
-    @pytest.mark.exact("run_in_segments", "last")
-    @runs("the last segment is checkpointed too, and costs a forward pass for nothing")
-    def test_the_last_segment_is_not_run_again(self):
-        for (count, segments), name in NAMES.items():
-            yield name, count, segments, {"again": segments - 1}
 
     @pytest.mark.exact("run_in_segments", "runs")
     @runs("layers run more than once in the call, in another order, or more than once again")

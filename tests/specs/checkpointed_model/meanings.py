@@ -1,0 +1,26 @@
+"""What the first thing that differs in a step can only mean, whatever a spec is about."""
+
+from kit.laws.equal import same
+
+NO_GRAPH = (
+    "the output has no graph: a reentrant checkpoint needs an argument that requires a gradient"
+)
+STREAM = (
+    "the second run does not put the stream back: it may end early, by an exception (use finally)"
+)
+LAST_BLOCK = (
+    "every block runs the last one: a function looks up the variable of a loop when it is late"
+)
+
+
+def meaning(got, want):
+    """In words, or None."""
+    name = next((name for name in want if not same(got.get(name), want[name])), "")
+    if name.startswith("requires_grad of the output") and not any(got[name]):
+        return NO_GRAPH
+    if name.startswith("numbers drawn after the backward pass"):
+        return STREAM
+    if name.startswith("runs in the forward pass"):
+        *others, last = got[name]
+        return LAST_BLOCK if others and not any(others) and last == sum(want[name]) else None
+    return None
