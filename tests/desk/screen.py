@@ -155,7 +155,8 @@ class Screen:
                 paper.labelled(indent, label, text)
         if problem.path:
             paper.labelled(indent, "at", at(problem), "cyan")
-        if problem.source and not problem.source.startswith(("def ", "class ")):  # at has its name
+        is_name_alone = problem.source.startswith(("def ", "class ")) and not problem.caret
+        if problem.source and not is_name_alone:
             paper.verbatim(indent + LABEL, problem.source)
         if problem.caret:
             paper.verbatim(indent + LABEL, " " * (problem.caret - 1) + "^")

@@ -79,6 +79,13 @@ class Looking(Noisy):
         return x + torch.tanh(F.dropout(y, self.rate))
 
 
+class Copying(Counting):
+    """Buffers, and a result that is a copy, as the first run's buffers may be."""
+
+    def forward(self, x):
+        return super().forward(torch.tanh(x).clone())
+
+
 class Written(Noisy):
     """Results of a product and of a norm are changed in place: inside, or by the caller."""
 
@@ -134,6 +141,7 @@ class TestPart4CheckpointBlocksKeep:
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], shape=(4, WIDTH, 3))
         yield "batch norm", norm, [1], 2, DEAR
         yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
+        yield "copies, of buffers too", chain(lambda: [Copying()]), [1], 2, [ATEN.clone.default]
         yield "choices", chain(lambda: [Choosing()]), [1], 2, CHOICE
         for dtype in HALVES:
             step = {"outer": autocast(dtype)}
