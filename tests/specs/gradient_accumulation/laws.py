@@ -57,7 +57,7 @@ def rounding(w):
     return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
 
-def clauses(gradients, step, passes, autocast):
+def clauses(gradients, step, passes, autocast, kept):
     """What each observable is about in the contract, and what a difference most likely means."""
     loss = "another divisor or dtype, with its graph, the loss's own tensor, or a view of more"
     return {
@@ -78,12 +78,12 @@ def clauses(gradients, step, passes, autocast):
         "gradients at": (gradients, "another divisor, or stale gradients are in it"),
         "losses that": ("untouched", "what loss_fn has returned is changed in place"),
         "loss": (gradients, loss),
-        "result": (gradients, loss),
+        "result": ("Returns", loss),
         "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
         "grad_norm": ("clipping", "it is still scaled, clipped, or not over all that was trained"),
         "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),
         "a gradient of another": (step, "it is cleared, but is of another optimizer"),
-        "kept gradients": (step, "gradients are cleared, or begun, at another moment"),
+        "kept gradients": (kept, "gradients are left over, or cleared at another moment"),
         "weights": (step, "another step was taken"),
         "optimizer state": (step, "another step was taken"),
         "optimizer groups": ("scheduler", "the schedule is ahead of the steps, or behind"),
@@ -119,10 +119,10 @@ def _epoch(answer, w):
     return answer.train_epoch(w.model, oracle.data(w), w.loss_fn, w.optimizer, **given, **w.options)
 
 
-A_WINDOW = clauses("gradients", "step", "passes", 4)
-OF_TOKENS = clauses("divisor", "window", "window", 4)
+A_WINDOW = clauses("gradients", "step", "passes", 4, "step")
+OF_TOKENS = clauses("divisor", "window", "window", 4, "window")
 ACCUMULATED = law(
     _accumulate, oracle.accumulate, partial(regression, 9, 1, 4), WINDOW_FREE, A_WINDOW
 )
 TOKENS = law(_tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, OF_TOKENS)
-EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, clauses(*["windows"] * 4))
+EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, clauses(*["windows"] * 4, "end"))
