@@ -248,7 +248,7 @@ def _subject(item: pytest.Item) -> str:
 
 def _section(item: pytest.Item) -> Section:
     part = part_of(item.path)
-    return Section(_kata(item).part(part).lap_of(group_of(item)), part)
+    return Section(_kata(item).part(part).lap_of(group_of(item), clause_of(item)[1]), part)
 
 
 def _kata(item: pytest.Item) -> Kata:

@@ -41,9 +41,12 @@ class Part:
     minutes: int
     lap: Lap
 
-    def lap_of(self, group: str) -> Lap:
-        """The lap of its specs of that group: traps and bad input of the core are details."""
-        return "details" if self.lap == "core" and group == "survives" else self.lap
+    def lap_of(self, group: str, clause: str | int) -> Lap:
+        """The lap of its specs of that group and clause: traps, bad input and what only a numbered
+        detail says are details of the core.
+        """
+        is_detail = group == "survives" or isinstance(clause, int)
+        return "details" if self.lap == "core" and is_detail else self.lap
 
 
 @dataclass(frozen=True)
