@@ -160,7 +160,8 @@ class TestPart2LossScaler:
     def test_tracks_gradscaler_through_every_pattern_of_overflows(self):
         """All 16 scripts of four good and bad steps, growing after two good ones, or each."""
         for bads in product((None, inf), repeat=4):
-            yield f"overflows: {bads}", rounds(*bads), GROWING | {"init_scale": 1.0}
+            steps = ["good" if bad is None else "overflow" for bad in bads]
+            yield ", ".join(steps), rounds(*bads), GROWING | {"init_scale": 1.0}
         yield "growing at every step", rounds(None, None, inf, None), {"growth_interval": 1}
 
     @pytest.mark.exact("LossScaler", "step")
