@@ -104,7 +104,7 @@ def check_refused(answer: Any, mesh: DeviceMesh, what: str) -> None:
     before = _anatomy(model)
     options = {"dtype": bad.dtype, "checkpoint": True}  # blocks are not changed for that either
     call = lambda: answer.wrap(model, over, bad.types, make_optimizer, **options)  # noqa: E731
-    unseen = f"{what} is not seen, or not on every path to a module, or too late"
+    unseen = f"no check finds {what}, or not on every path to a module, or too late"
     check_raises(call, ValueError, mentions=bad.words, when=f"for {what}", cause=unseen)
     changed = [name for name, found in _anatomy(model).items() if before.get(name) != found]
     check(
