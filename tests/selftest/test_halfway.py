@@ -11,8 +11,6 @@ import pytest
 
 from kit.catalog import ROOT, find_kata
 
-Edits = dict[str, str]
-
 NO_BFLOAT16 = {"if dtype != torch.float32:\n        # Between": "if False:\n        # Between"}
 NO_CHECKPOINT = {"if checkpoint and block not in inner": "if False and block not in inner"}
 NO_SYNC_LAST = {

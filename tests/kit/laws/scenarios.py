@@ -119,12 +119,14 @@ def _hold(
     got, want = given[broken[0]]
     believed = None
     if error is None:
-        fitting = _fitting(answer, given, device, judge, worlds, function)
-        is_its_own, suspect = next(fitting, (False, None))
-        if suspect and is_its_own:
-            believed = suspect.belief
-        elif suspect and len(broken) > 1:  # in one scenario alone many give the same by chance
-            cause = f'{suspect.words} ("{suspect.entry.belief}")'
+        kata = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).parent.name
+        mine, groups = [got for got, _ in given.values()], suspects(kata, answer, function)
+        fitting = functools.partial(_fitting, mine, device, judge, worlds)
+        if own := fitting(next(groups, [])):
+            believed = own.belief
+        # In one scenario alone many give the same by chance.
+        elif len(broken) > 1 and (other := fitting(next(groups, []))):
+            cause = f'{other.words} ("{other.entry.belief}")'
     believed = believed or computed(got, want)
     known = {believed: got} if believed else {}
     try:
@@ -155,23 +157,20 @@ def _made_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _fitting(
-    answer: ModuleType,
-    given: Given,
+    mine: list[object],
     device: torch.device,
     judge: Judge,
     worlds: Worlds,
-    function: str,
-) -> Iterator[tuple[bool, Suspect]]:
-    """The mistakes that give just what the answer has given; whether this spec must catch them."""
-    kata = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).parent.name
-    mine = [got for got, _ in given.values()]
-    for number, some in enumerate(suspects(kata, answer, function)):
-        for suspect in some:
-            gave = once(f"what {suspect.entry.name} gives", _Gave)
-            if not gave.differs(mine) and not gave.is_all:
-                gave.run(suspect, mine, device, judge, worlds)
-            if gave.is_all and len(gave.values) == len(mine) and not gave.differs(mine):
-                yield number == 0, suspect
+    known: list[Suspect],
+) -> Suspect | None:
+    """The first of these mistakes that gives just what the answer has given."""
+    for suspect in known:
+        gave = once(f"what {suspect.entry.name} gives", _Gave)
+        if not gave.differs(mine) and not gave.is_all:
+            gave.run(suspect, mine, device, judge, worlds)
+        if gave.is_all and len(gave.values) == len(mine) and not gave.differs(mine):
+            return suspect
+    return None
 
 
 class _Gave:

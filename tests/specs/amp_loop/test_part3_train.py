@@ -183,16 +183,11 @@ class TestPart3Train:
                 answer.load_checkpoint(path, *parts(second))
                 second.model[1].train()
                 loaded = state_of(second)
-                off = [
-                    n
-                    for n, state in saved.items()
-                    if n != "kept gradients"
-                    if not same(loaded[n], state)
-                ]
                 what, got = f"a stop at step {stop}, loaded into {where}", go_on(second, stop)
                 known = {
-                    f"right after the load the {n} is not as it was at the save": got
-                    for n in off[:1]
+                    f"right after the load the {name} is not as it was at the save": got
+                    for name, state in saved.items()
+                    if name != "kept gradients" and not same(loaded[name], state)
                 }
                 check_equal(got, want, what, cause=cause, suspects=known)
 

@@ -102,8 +102,9 @@ class TestPart3Segments:
         words = f"{8 // size} segments + 1"
         cause = "segment_size is the number of blocks in a segment, and not of segments"
         check_model(held, 8, size, case, 8 // size + 1, words, answer, reference, device, cause)
-        x, model = large_inputs(device), answer.LargeModel(5, WIDTH, segment_size=2).to(device)
-        check_nothing_left(model, x, lambda: model(x))
+        if case == "plain":
+            x, model = large_inputs(device), answer.LargeModel(5, WIDTH, segment_size=2).to(device)
+            check_nothing_left(model, x, lambda: model(x))
 
     @pytest.mark.survives("best_segment_size", "Raises")
     @pytest.mark.parametrize("layers", [0, -4])

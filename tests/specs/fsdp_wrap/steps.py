@@ -15,7 +15,7 @@ from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import human
 from kit.ranks.collectives import Collective, collectives
-from kit.ranks.shards import shard_bytes, units, whole_bytes
+from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block, data, make
 from specs.fsdp_wrap.cases import Still
@@ -128,3 +128,27 @@ def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> 
     where = f"on 64 ranks, 3 micro-batches, sync={sync!r}"
     cause = "blocks stay gathered for the next micro-batch"
     check_whole(yours, theirs, blocks, root, where, cause=cause)
+
+
+def check_activations(answer: Any, reference: Any, device: torch.device, sync: str) -> None:
+    """Those of 3 micro-batches are those of 1, the data of 2 more, and 8 numbers of each.
+
+    An output that is kept, until the next one is there too, is more: 200 x 400 are 313 KiB.
+    """
+    __tracebackhide__ = True
+
+    def most(module: Any, count: int) -> int:
+        options = {"blocks": 1, "classes": 400, "sync": sync}
+        return second_step(module, device, 8, (200,) * count, **options)[0].most["activations"]
+
+    one, yours, theirs = most(answer, 1), most(answer, 3), most(reference, 3)
+    data_of_one = sum(rounded(4 * 200 * size) for size in (5, 3))
+    check_bar(
+        "activations at their most, 3 micro-batches",
+        yours,
+        one + 2 * (data_of_one + 8 * 512),
+        plain=3 * one,
+        reference=theirs,
+        formula="those of 1 micro-batch + the data of 2 + 8 numbers of each",
+        cause="graphs or outputs are kept while the next micro-batch runs",
+    )

@@ -12,6 +12,7 @@ from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.steps import (
     BLOCKS,
+    check_activations,
     check_held,
     check_reductions,
     second_step,
@@ -87,26 +88,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.saves("train_step", "memory")
     def test_activations_are_those_of_one_micro_batch(self, answer, reference, device):
-        """Those of 3 micro-batches are those of 1, the data of 2 more, and 8 numbers of each.
-
-        An output that is kept, until the next one is there too, is more: 200 x 400 are 313 KiB.
-        """
-
-        def most(module: ModuleType, count: int) -> int:
-            options = {"blocks": 1, "classes": 400, "sync": "each"}
-            return second_step(module, device, 8, (200,) * count, **options)[0].most["activations"]
-
-        one, yours, theirs = most(answer, 1), most(answer, 3), most(reference, 3)
-        data_of_one = sum(rounded(4 * 200 * size) for size in (5, 3))
-        check_bar(
-            "activations at their most, 3 micro-batches",
-            yours,
-            one + 2 * (data_of_one + 8 * 512),
-            plain=3 * one,
-            reference=theirs,
-            formula="those of 1 micro-batch + the data of 2 + 8 numbers of each",
-            cause="graphs or outputs are kept while the next micro-batch runs",
-        )
+        check_activations(answer, reference, device, "each")
 
     @pytest.mark.saves("wrap", "checkpoint")
     def test_a_checkpointed_block_keeps_its_input_only(self, answer, reference, device):

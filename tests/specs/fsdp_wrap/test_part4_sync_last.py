@@ -6,7 +6,7 @@ import pytest
 
 from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.steps import check_held, check_reductions, second_step
+from specs.fsdp_wrap.steps import check_activations, check_held, check_reductions, second_step
 
 
 class TestPart4SyncLast:
@@ -40,6 +40,8 @@ class TestPart4SyncLast:
     @pytest.mark.saves("train_step", 1)
     def test_holds_one_set_of_whole_gradients(self, answer, reference, device):
         """Gradients: shards + the whole ones of the model, and of a block that are added to those
-        of the micro-batch before. Parameters: two blocks and the root's unit.
+        of the micro-batch before. Parameters: two blocks and the root's unit. Activations: those
+        of one micro-batch.
         """
         check_held(answer, reference, device, "last")
+        check_activations(answer, reference, device, "last")
