@@ -271,18 +271,23 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture
 def worlds(request: pytest.FixtureRequest) -> Callable[[int], World]:
-    """Real processes of several sizes in one spec: `worlds(4)`."""
-    return functools.partial(_world, request.config)
+    """Real processes of several sizes in one spec: `worlds(4)`.
+
+    All are on the same kind of device: what one has saved another loads.
+    """
+    largest = max(_sizes(request.session, request.path.parent))
+    return functools.partial(_world, request.config, gpus=largest)
 
 
-_WORLDS = pytest.StashKey[dict[int, World]]()
+_WORLDS = pytest.StashKey[dict[tuple[int, str], World]]()
 
 
-def _world(config: pytest.Config, size: int) -> World:
+def _world(config: pytest.Config, size: int, gpus: int = 0) -> World:
     # NCCL wants a GPU for each rank; where there are too few, the ranks run on the cpu.
-    enough = config.getoption("--device") == "cuda" and torch.cuda.device_count() >= size
-    world = World(size, "cuda" if enough else "cpu")
-    return config.stash.setdefault(_WORLDS, {}).setdefault(size, world)
+    on_gpus = config.getoption("--device") == "cuda"
+    enough = on_gpus and torch.cuda.device_count() >= max(size, gpus)
+    where = "cuda" if enough else "cpu"
+    return config.stash.setdefault(_WORLDS, {}).setdefault((size, where), World(size, where))
 
 
 def _launch_worlds(item: pytest.Item) -> None:

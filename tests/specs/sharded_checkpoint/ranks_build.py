@@ -35,8 +35,9 @@ class Tricky(nn.Module):
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
         self.register_buffer("unused", None)
-        codes = torch.zeros(3, 2, dtype=torch.int8)
-        self.codes = nn.Parameter(codes, requires_grad=False)  # quantised
+        # Quantised. FSDP of torch 2.11 shards no integers, that of 2.13 does.
+        codes = torch.zeros(3, 2, dtype=torch.int8 if torch.__version__ >= "2.13" else None)
+        self.codes = nn.Parameter(codes, requires_grad=False)
         self.sum = nn.Linear(OUTPUTS, 1)  # of it only rank 0 has rows
         self.head = nn.Linear(WIDTH, OUTPUTS)
         self.head.bias.requires_grad_(False)
