@@ -14,7 +14,6 @@ Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -118,8 +117,9 @@ def _shard(
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        # In a partial: checkpoint would take some keywords for its own.
-        return recompute(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+        # In a dict: checkpoint would take some keywords for its own. And not in a closure: the
+        # random stream of a GPU is kept if a tensor among the arguments is there.
+        return recompute(lambda a, k: forward(*a, **k), args, kwargs, use_reentrant=False)
 
     return run
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kit.laws import draw
@@ -72,6 +73,8 @@ class Talker(nn.Module):
     Some of the keywords are those of torch's checkpoint too.
     """
 
+    drop = 0.0
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.one = nn.Linear(width, width)
@@ -82,6 +85,7 @@ class Talker(nn.Module):
         self, *, x: Tensor, seen: dict[str, Tensor], debug: float = 1.0, early_stop: bool = False
     ) -> Any:
         y = torch.tanh(self.one(x) if early_stop else x) * debug
+        y = F.dropout(y, self.drop, self.training)
         return y + self.two(y), {"sum": seen["sum"] + y.sum(-1, keepdim=True)}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, named_before, reader
-from specs.fsdp_wrap.shapes import any_names, detached, dropping_twice, timed
+from specs.fsdp_wrap.shapes import any_names, detached, dropping_by_keyword, dropping_twice, timed
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -20,6 +20,7 @@ Plan = Sequence[Sequence[int]]
 # Of steps one after another: unequal over ranks, micro-batches and steps; in number too, but for
 # the first two of two ranks.
 PLANS: dict[int, list[Plan]] = {
+    1: [[[3, 2]], [[1, 4]], [[1, 5, 2]], [[4]]],
     2: [[[3, 2], [1, 6]], [[1, 4], [2, 1]], [[1, 5, 2], [2, 1, 3]], [[4], [1]]],
     4: [[[3], [1], [2], [5]], [[2, 1], [1, 4], [3, 3], [1, 2]], [[1], [2], [1], [1]]],
 }
@@ -180,6 +181,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "dropout, train mode after wrap": Case(
             dropping_twice, CHECKPOINT, script=("train", "step", "plain"), train=False
         ),
+        "dropout, by keyword": Case(dropping_by_keyword, CHECKPOINT, script=STEP),
         "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
         "nested, bfloat16": Case(SHAPES["nested"], BF16 | CHECKPOINT),
     },

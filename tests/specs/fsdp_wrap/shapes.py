@@ -182,9 +182,19 @@ def timed() -> Shape:
 
 def dropping_twice() -> Shape:
     """Blocks with dropout, one of which runs twice."""
-    model, kinds = SHAPES["a block twice"]()
-    for block in (model.first, model.other):
-        block.drop = 0.4
+    return _dropping("a block twice")
+
+
+def dropping_by_keyword() -> Shape:
+    """Blocks with dropout, which take their tensors by keyword."""
+    return _dropping("keywords and tuples")
+
+
+def _dropping(name: str) -> Shape:
+    model, kinds = SHAPES[name]()
+    for block in model.modules():
+        if isinstance(block, kinds):
+            block.drop = 0.4
     return model, kinds
 
 

@@ -79,6 +79,14 @@ class TestPart3TrainStep:
         cause = "the recomputation has another dropout mask, or another input"
         hold(answer, world, "checkpoint", cause=cause)
 
+    @pytest.mark.gpu
+    @pytest.mark.exact("wrap", "checkpoint")
+    @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_gpu"])
+    def test_a_rank_on_a_gpu_trains_as_one_process(self, answer, world):
+        """With NCCL, and with the streams of FSDP2; the GPU draws for dropout."""
+        for group in ("steps", "clip", "checkpoint"):
+            hold(answer, world, group, cause="the GPU draws another dropout mask again")
+
     @pytest.mark.saves("train_step", "memory")
     def test_holds_shards_of_gradients(self, answer, reference, device):
         """Gradients: shards + the whole ones of two blocks. Parameters: two blocks and the root's
