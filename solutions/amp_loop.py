@@ -428,8 +428,9 @@ def load_checkpoint(
 
 
 def _all_finite(numbers: list[Tensor]) -> bool:
-    """Waits for the device, once for all."""
-    return not numbers or bool(torch.stack(numbers).isfinite().all())
+    """Waits for the device, once for all; a model may lie on several."""
+    here = [number.to(numbers[0].device) for number in numbers]
+    return not here or bool(torch.stack(here).isfinite().all())
 
 
 def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:

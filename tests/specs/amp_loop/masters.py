@@ -114,7 +114,7 @@ class Side:
         if not isinstance(self.trainer, Twin):
             torch.save(self.state_dict(), file := io.BytesIO())
             file.seek(0)
-            self.saved = torch.load(file, weights_only=True)
+            self.saved = torch.load(file, map_location="cpu", weights_only=True)
             for weight in trainable(self.model):
                 weight.data.mul_(2)
             self.trainer = self.make()

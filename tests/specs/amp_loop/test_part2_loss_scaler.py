@@ -155,6 +155,18 @@ class TestPart2LossScaler:
         long = {"sizes": (7, 4, 2**22 + 7, 0)}
         yield "inf at the last of many", "backward(a, inf, at=-1); step(a); update()", long
 
+    @pytest.mark.gpu
+    @pytest.mark.exact("LossScaler", "unscale_")
+    def test_finds_an_overflow_on_every_device(self, answer, device):
+        """A model may have its embedding on the CPU."""
+        for grads, stepped in (((6, 6), 0.90625), ((inf, 6), 1.0), ((6, inf), 1.0)):
+            weights = [torch.ones(3, device=device), torch.ones(2)]
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = torch.full_like(weight, grad)
+            answer.LossScaler(8.0).step(torch.optim.SGD(weights, lr=0.125))
+            got, what = [float(w[-1]) for w in weights], f"weights after gradients of {grads}"
+            check_equal(got, [stepped] * 2, what, cause="gradients of one device are looked at")
+
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
     def test_tracks_gradscaler_through_every_pattern_of_overflows(self):

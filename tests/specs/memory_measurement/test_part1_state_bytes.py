@@ -150,6 +150,8 @@ class TestPart1StateBytes:
         numbers = {"steps": 7, "lr": 0.1, "pair": (3, torch.zeros(11))}
         optimizer = with_state(model, **numbers, old=deep, twins=twins)
         yield "lists and tuples", (24, 0, 0, 4 * 11 + 4 * 5 + 8 * 7 + 4 * 6), model, optimizer
+        steps = {"steps": torch.zeros(3, device="cpu"), "moments": torch.zeros(4)}
+        yield "counts that stay on the CPU", (24, 0, 0, 28), model, with_state(model, **steps)
         ordered, codes = OrderedDict(m=torch.zeros(9)), torch.zeros(13, dtype=torch.uint8)
         optimizer = with_state(model, ordered=ordered, named=torch.aminmax(torch.zeros(2)), q=codes)
         optimizer.state["shared"] = torch.zeros(5)

@@ -151,6 +151,14 @@ class TestPart3PeakMemory:
 
         yield "on meta and here, by turns", (0, size, size), by_turns
 
+    @pytest.mark.gpu
+    @pytest.mark.exact("peak_memory", "device")
+    def test_counts_the_cpu_alone_beside_a_gpu(self, answer, device):
+        kept = []
+        got = answer.peak_memory(lambda: kept.append(floats(4, device=device).cpu()), "cpu")
+        cause = "what lies on a GPU is counted too"
+        check_equal(tuple(got), (0, 4 * KIB, 4 * KIB), "reading", cause=cause)
+
     @pytest.mark.saves("peak_memory", "peak")
     def test_shows_what_checkpointing_takes_off_the_peak(self, answer, reference, device):
         """Bar: an input per block; one inside, its gradient, two temporaries; all gradients."""
@@ -276,7 +284,8 @@ class TestPart3PeakMemory:
     @pytest.mark.survives("peak_memory", "Raises")
     def test_refuses_a_device_that_it_cannot_measure(self, answer):
         runs = []
-        names = "mps", f"cuda:{torch.cuda.device_count()}", "meta"
+        count = torch.cuda.device_count()
+        names = "mps", f"cuda:{count}", f"cuda:{count + 6}", "meta"
         for bad in (*names, *map(torch.device, names), "tpu", "cpu zero"):
             existing = iter([torch.ones(2)])
             call = partial(answer.peak_memory, lambda: runs.append(1), bad, existing)
