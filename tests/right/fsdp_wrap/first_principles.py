@@ -205,8 +205,9 @@ def _recompute_in_backward(block: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return torch.utils.checkpoint.checkpoint(
-            functools.partial(forward, **kwargs),
-            *args,
+            lambda positional, named: forward(*positional, **named),
+            args,
+            kwargs,
             use_reentrant=False,
             context_fn=lambda: (contextlib.nullcontext(), _spare_buffers(block)),
             early_stop=False,  # so that the hooks of blocks inside run to their end

@@ -95,7 +95,8 @@ def _shard(
 
 
 def _run(_forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return recompute(lambda *inputs: _forward(*inputs, **kwargs), *args, use_reentrant=False)
+    again = lambda named, *inputs: _forward(*inputs, **named)  # noqa: E731
+    return recompute(again, kwargs, *args, use_reentrant=False)
 
 
 def _after_forward(model: nn.Module, *_: object) -> None:

@@ -15,6 +15,7 @@ from kit.laws.equal import same
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.trace import kept
+from kit.private_torch import tree_map
 from specs.amp_loop.laws import laid_otherwise
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
@@ -128,8 +129,8 @@ class Side:
         return self.optimizer is optimizer
 
     def loaded(self):
-        """What was read from the file, now."""
-        return kept(self.saved)
+        """What was read from the file, to the CPU, now."""
+        return tree_map(lambda v: v.cpu() if torch.is_tensor(v) else v, kept(self.saved))
 
     def seen(self):
         plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())

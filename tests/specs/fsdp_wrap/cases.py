@@ -177,11 +177,13 @@ GROUPS: dict[str, dict[str, Case]] = {
         "an infinite gradient": Case(script=STEP, step=CLIP, infinite=True, make_optimizer=Still),
         "a norm of 0": Case(script=STEP, step=CLIP, scale=0.0, make_optimizer=adamw),
     },
-    "checkpoint": {
-        "dropout, train mode after wrap": Case(
+    "checkpoint and dropout": {
+        "train mode after wrap": Case(
             dropping_twice, CHECKPOINT, script=("train", "step", "plain"), train=False
         ),
-        "dropout, by keyword": Case(dropping_by_keyword, CHECKPOINT, script=STEP),
+        "by keyword": Case(dropping_by_keyword, CHECKPOINT, script=STEP),
+    },
+    "checkpoint": {
         "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
         "nested, bfloat16": Case(SHAPES["nested"], BF16 | CHECKPOINT),
     },

@@ -77,14 +77,17 @@ class TestPart3TrainStep:
     def test_checkpointing_leaves_the_gradients_as_they_are(self, answer, world):
         """In float32 and given back, in bfloat16 and kept; every block runs twice, no more."""
         cause = "the recomputation has another dropout mask, or another input"
+        hold(answer, world, "checkpoint and dropout", cause=cause)
         hold(answer, world, "checkpoint", cause=cause)
 
     @pytest.mark.gpu
     @pytest.mark.exact("wrap", "checkpoint")
     @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_gpu"])
     def test_a_rank_on_a_gpu_trains_as_one_process(self, answer, world):
-        """With NCCL, and with the streams of FSDP2; the GPU draws for dropout."""
-        for group in ("steps", "clip", "checkpoint"):
+        """With NCCL, and with the streams of FSDP2; the GPU draws for dropout, and others in 16
+        bits than in 32.
+        """
+        for group in ("steps", "clip", "checkpoint and dropout"):
             hold(answer, world, group, cause="the GPU draws another dropout mask again")
 
     @pytest.mark.saves("train_step", "memory")
