@@ -78,6 +78,13 @@ def certain(got: object, want: object) -> str | None:
     return "the numbers are right but for the last digits: as from sums in another order"
 
 
+def unreached(what: str, got: object, want: object) -> str | None:
+    """What is certain of a gradient that should be there, and is not."""
+    if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
+        return "no gradient gets there: something on the way is detached, or has no graph"
+    return None
+
+
 def _kind(got: Tensor, want: Tensor) -> str:
     mine, true = got.detach().flatten(), want.detach().flatten()
     if mine.numel() == 0:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -122,11 +123,14 @@ def _hold(
         kata = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).parent.name
         mine, groups = [got for got, _ in given.values()], suspects(kata, answer, function)
         fitting = functools.partial(_fitting, mine, device, judge, worlds)
-        if own := fitting(next(groups, [])):
+        if own := next(fitting(next(groups, [])), None):
             believed = own.belief
-        # In one scenario alone many give the same by chance.
-        elif len(broken) > 1 and (other := fitting(next(groups, []))):
-            cause = f'{other.words} ("{other.entry.belief}")'
+        else:
+            # In one scenario alone many may give the same by chance: two are told, more are not.
+            most = 1 if len(broken) > 1 else 3
+            others = [*itertools.islice(fitting(next(groups, [])), most)]
+            if 0 < len(others) < 3:
+                cause = "; or ".join(f'{each.words} ("{each.entry.belief}")' for each in others)
     believed = believed or computed(got, want)
     known = {believed: got} if believed else {}
     try:
@@ -162,15 +166,14 @@ def _fitting(
     judge: Judge,
     worlds: Worlds,
     known: list[Suspect],
-) -> Suspect | None:
-    """The first of these mistakes that gives just what the answer has given."""
+) -> Iterator[Suspect]:
+    """Those of these mistakes that give just what the answer has given."""
     for suspect in known:
         gave = once(f"what {suspect.entry.name} gives", _Gave)
         if not gave.differs(mine) and not gave.is_all:
             gave.run(suspect, mine, device, judge, worlds)
         if gave.is_all and len(gave.values) == len(mine) and not gave.differs(mine):
-            return suspect
-    return None
+            yield suspect
 
 
 class _Gave:

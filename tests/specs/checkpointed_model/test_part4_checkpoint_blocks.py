@@ -75,7 +75,7 @@ class TestPart4CheckpointBlocks:
             yield mode.__name__, chain(mixers, step={"outer": mode}), [2], 1
 
     @pytest.mark.exact("checkpoint_blocks", "same bits")
-    @checkpointed("the second run draws other numbers, or changes buffers again")
+    @checkpointed("the second run is in other modes, draws other numbers, or changes buffers again")
     def test_blocks_change_no_bit(self):
         yield "two forward passes", chain(two_noisy, passes=2), [2]
         yield "x without gradient", chain(two_noisy, grad=False), [2]

@@ -37,7 +37,9 @@ class TestPart1Accumulate:
                 "the loss is the last micro-batch's share": [0.75, 0.0],
                 "every micro-batch is taken to be as large as the first": [6.0, -3.0],
                 "a hard-coded divisor of 4": [2.5, 1.0],
-                "a step for each micro-batch": [2.4375, 0.0],
+                "a step for each micro-batch, and one at the end": [2.4375, 0.0],
+                "a step for each micro-batch": [2.4375, 0.75],
+                "a step for each micro-batch, on its gradients alone": [2.4375, 2.25],
                 "no step was taken": [3.0, 3.0],
             },
         )

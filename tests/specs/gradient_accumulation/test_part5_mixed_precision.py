@@ -67,6 +67,11 @@ class TestPart5MixedPrecision:
             suspects={
                 "the losses are still scaled": [160.0, 3.0, 64.0, 2.0, -0.25, False, False],
                 "the norm is taken before unscale_": [2.5, 192.0, 1.0, 128.0, -0.25, False, False],
+                # ((1 x 64 / 64 + 2 x 64) / 64) / 64, and so on.
+                "unscale_ after each micro-batch: the first is divided again": [
+                    *(2.5, 0.031494140625, 3.03521728515625, 0.054443359375, 0.978515625),
+                    *(False, False),
+                ],
             },
         )
 

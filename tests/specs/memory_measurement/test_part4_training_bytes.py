@@ -22,7 +22,11 @@ def call(answer, words):
     return eval(f"training_bytes({words})", known | {"training_bytes": answer.training_bytes})
 
 
-@scenarios("bytes")
+def rounded_down(got, want):
+    return "a byte too few: shards and half bytes are rounded up" if got == want - 1 else None
+
+
+@scenarios("bytes", rounded_down)
 def counts(answer, device, words, want):
     return call(answer, words), want
 
