@@ -48,8 +48,8 @@ def wrap(
 ) -> Optimizer:
     """Shard `model` in place with fully_shard, and make the optimizer of its shards.
 
-        values      training computes what one process does with the data of all ranks
-        units       each block is a unit, blocks inside blocks too, and then the root
+        values      training computes what one process does with all ranks' data
+        units       each block is a unit, blocks inside blocks too, then the root
         state       a rank holds its shards, their gradients and optimizer state, nothing whole
         calls       a step gathers each block for forward and again for backward, the root once,
                     and reduces each unit's gradients once
@@ -57,8 +57,8 @@ def wrap(
         kept        reshard_after_forward=False gathers each unit once, until after backward
         bfloat16    is what units gather and compute in, and what a block returns; gradients are
                     reduced in float32, shards and the model's output are float32
-        checkpoint  an outermost block keeps its inputs only; all run once more in backward;
-                    the calls stay
+        checkpoint  an outermost block keeps its inputs only; all run again in backward, as far as
+                    needed; the calls stay
 
         >>> optimizer = wrap(model, mesh, Block, torch.optim.AdamW, dtype=torch.bfloat16)
 

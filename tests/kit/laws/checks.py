@@ -9,6 +9,8 @@ give, and where the answer gave just that, the belief is the cause.
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -232,7 +234,9 @@ def check_raises(
             fail(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
-                cause="the message does not say which value was wrong",
+                cause="the message does not say which value was wrong"
+                if _is_raised_on_purpose(error)
+                else "nothing checks it: it is used, and that fails",
             )
         if not torch.equal(stream, torch.get_rng_state()):
             fail(
@@ -271,6 +275,12 @@ def check_bar(
         cause=belief or cause,
         sure=belief is not None,
     )
+
+
+def _is_raised_on_purpose(error: BaseException) -> bool:
+    """Whether the innermost line is a `raise`; where native code has raised it is not."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return linecache.getline(frame.f_code.co_filename, line).strip().startswith("raise")
 
 
 def _first_line(error: Exception) -> str:

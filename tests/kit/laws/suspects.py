@@ -50,7 +50,7 @@ class Suspect:
 
 def note_passed(file: Path, spec: str) -> None:
     """An answer has passed a spec, name[case]: no mistake that it must catch is in there."""
-    _passed.setdefault(str(file), set()).update((spec, spec.partition("[")[0]))
+    _passed.setdefault(str(file.resolve()), set()).update((spec, spec.partition("[")[0]))
 
 
 def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list[Suspect]]:
@@ -60,7 +60,8 @@ def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list
     must catch that the answer has passed is left out.
     """
     spec = _current_spec()
-    passed = _passed.get(str(getattr(answer, "__file__", "")), set())
+    file = Path(getattr(answer, "__file__", None) or "")
+    passed = _passed.get(str(file.resolve()), set())
     try:
         reference, entries = find_kata(kata).solution, catalogue(find_kata(kata))[0]
         whole, public = function.partition(".")[0], frozenset(functions(reference))

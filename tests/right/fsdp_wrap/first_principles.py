@@ -210,7 +210,6 @@ def _recompute_in_backward(block: nn.Module) -> None:
             kwargs,
             use_reentrant=False,
             context_fn=lambda: (contextlib.nullcontext(), _spare_buffers(block)),
-            early_stop=False,  # so that the hooks of blocks inside run to their end
         )
 
     block.forward = run

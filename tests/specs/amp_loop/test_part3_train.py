@@ -240,7 +240,7 @@ class TestPart3Train:
         """The disk is full at any moment, pickling fails, Ctrl-C, the rename or a state fails."""
         world, path = run("fp16", device), tmp_path / "run.pt"
         # Files of others stay, also such as look like half a file.
-        others = dict.fromkeys(("best.pt", "best.pt.tmp", "best.partial", ".notes.tmp"), True)
+        others = dict.fromkeys(("best.pt", "best.pt.tmp", "best.partial", ".notes.tmp"), "whole")
         for name in others:
             (tmp_path / name).write_bytes(b"mine")
         with folders_apart():
@@ -248,7 +248,7 @@ class TestPart3Train:
         whole = path.read_bytes()
         go_on(world, 0, 2)
         cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"
-        for want, failure in product(({"run.pt": True}, {}), (*FAILURES, "state")):
+        for want, failure in product(({"run.pt": "whole"}, {}), (*FAILURES, "state")):
             if not want:
                 path.unlink(missing_ok=True)
             with failing(failure, world.model, len(whole)), pytest.MonkeyPatch.context() as patch:
@@ -257,7 +257,8 @@ class TestPart3Train:
                     patch.setitem(vars(world.scheduler), "state_dict", planted)
                 answer.save_checkpoint(path, *parts(world))
             found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-            files = {name: content in (whole, b"mine") for name, content in found.items()}
+            is_whole = {name: content in (whole, b"mine") for name, content in found.items()}
+            files = {name: "whole" if ok else "not as it was" for name, ok in is_whole.items()}
             room = f"room for {failure} quarters of the file"
             how = room if isinstance(failure, int) else getattr(failure, "__name__", failure)
             what = f"the folder after a failed {'later' if want else 'first'} save ({how})"

@@ -12,7 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, named_before, reader
-from specs.fsdp_wrap.shapes import any_names, detached, dropping_by_keyword, dropping_twice, timed
+from specs.fsdp_wrap.shapes import (
+    any_names,
+    detached,
+    dropping_by_keyword,
+    dropping_twice,
+    ending,
+    timed,
+)
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -92,6 +99,7 @@ class Case:
     at: int = 1
     fails_in: str = "loss_fn"  # or "backward"
     infinite: bool = False  # backward gives head.bias an infinite gradient
+    counted: bool = True  # how often blocks run is compared
     looks: bool = False  # loss_fn calls the model under no_grad
     loss_dtype: torch.dtype = torch.float32
     scale: float = 1.0  # of the loss: 0 as of a hinge that is met
@@ -199,6 +207,9 @@ GROUPS: dict[str, dict[str, Case]] = {
     | {
         "keywords of any name, a block without parameters": Case(
             any_names, CHECKPOINT, script=STEP
+        ),
+        "a block that keeps nothing, at the end of another": Case(
+            ending, CHECKPOINT, script=("plain", "step"), counted=False
         ),
         "named tuples, float64, a forward of the caller": Case(timed, CHECKPOINT, script=STEP),
     },

@@ -102,7 +102,7 @@ class Play:
             else:
                 getattr(self, event)(number, label, is_pending)
                 is_pending = False
-            if self.runs and event in ("plain", "step"):
+            if self.runs and self.case.counted and event in ("plain", "step"):
                 self.trace[f"runs of blocks in {label}, recomputed ones too"] = dict(self.runs)
         self.trace["dtypes inside blocks"] = self.dtypes
         self.trace["steps of the optimizer"] = len(steps)

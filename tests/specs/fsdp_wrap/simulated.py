@@ -130,7 +130,7 @@ def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: st
         not other and counts == wanted,
         expected=f"{wanted[0]} gathers and {wanted[1]} reductions in {what}",
         got=f"{counts[0]} and {counts[1]}" + (f", and {' and '.join(other)}" if other else ""),
-        cause=_cause(counts, wanted),
+        cause=_cause(counts, wanted, want - got),
     )
     check(
         got == want,
@@ -140,7 +140,7 @@ def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: st
     )
 
 
-def _cause(counts: list[int], wanted: list[int]) -> str:
+def _cause(counts: list[int], wanted: list[int], lacks: Counter[Collective]) -> str:
     if counts[1] < wanted[1]:
         return "there are too few units: a block is no unit of its own"
     if counts[1] > wanted[1]:
@@ -149,6 +149,10 @@ def _cause(counts: list[int], wanted: list[int]) -> str:
         return (
             "a unit is given back that is needed again, or is gathered only to be looked at, or "
             "ahead by the order of another pass"
+        )
+    if lacks.total() == 1:
+        return (
+            "a unit, the root's it seems, was whole already: from a pass before, without backward"
         )
     return "a block is not given back after forward"
 

@@ -145,8 +145,8 @@ class TestPart3TrainStep:
     @pytest.mark.survives("wrap", 6)
     def test_checkpoints_whatever_a_block_takes_and_returns(self, answer, world):
         """Keywords, dicts and tuples; blocks in blocks; inputs that require no gradient."""
-        cause = "a reentrant checkpoint, one for a block of one input, or one that takes keywords "
-        cause += "of the block for its own"
+        cause = "a reentrant checkpoint, one for a block of one input, or that takes keywords of "
+        cause += "the block for its own, or that runs to its end when gradients have come already"
         hold(answer, world, "checkpointed shapes", cause=cause)
 
     @pytest.mark.survives("train_step", 2)

@@ -22,11 +22,13 @@ def call(answer, words):
     return eval(f"training_bytes({words})", known | {"training_bytes": answer.training_bytes})
 
 
-def rounded_down(got, want):
+def rounded(got, want):
+    if got != want and abs(got - want) * 2**50 < want:
+        return "floats are in the arithmetic: they have no odd numbers above 2**53"
     return "a byte too few: shards and half bytes are rounded up" if got == want - 1 else None
 
 
-@scenarios("bytes", rounded_down)
+@scenarios("bytes", rounded)
 def counts(answer, device, words, want):
     return call(answer, words), want
 
@@ -84,7 +86,7 @@ class TestPart4TrainingBytes:
         yield "10, 'adam', zero_stage=3", 160
 
     @pytest.mark.exact("training_bytes", "lora_16bit")
-    @counts("adapters alone have gradients and moments, and shards of whole parameters")
+    @counts("adapters alone have gradients and moments; shards are whole parameters, rounded up")
     def test_adds_adapters_to_16_bit_weights(self):
         yield "1001, 'lora_16bit', trainable=30", 2002 + 30 * 16
         yield "1001, 'lora_16bit', trainable=30, zero_stage=1, ranks=4", 2002 + 30 * 8 + 8 * 8

@@ -155,7 +155,7 @@ class TestPart1Checkpoint:
         w.check_bytes(title, read, calls, x.nbytes + 8192, "one argument + 8 KiB", cause)
 
     @pytest.mark.saves("checkpoint", "kept")
-    @pytest.mark.parametrize("retain", [False, True])
+    @pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
     def test_holds_one_inside_at_a_time(self, answer, reference, device, retain):
         """Bar: a plain step of one block, and an input for each of 4 and 2 more. A graph that is
         kept for a second backward pass keeps no more."""
@@ -176,38 +176,19 @@ class TestPart1Checkpoint:
         w.check_bytes("peak of 4 in a row", peak, calls, limit, formula, cause)
 
     @pytest.mark.saves("checkpoint", "freed")
-    @pytest.mark.parametrize("kind", [1, 2, "one of two dropped", "retained before"])
+    @pytest.mark.parametrize("kind", [1, 2, "one of two dropped"])
     def test_the_backward_pass_frees_what_was_kept(self, answer, reference, device, kind):
         """Bar: the output, which is still in hand, + 8 KiB. The argument has 32 KiB.
 
         Of two outputs one is not used: the argument may wait for it, but no inside of 64 KiB. If it
         was dropped, nothing may.
         """
-        model, other = (mlp(32, 64, 48, device=device) for _ in range(2))
-        x = draw.randn(256, 32, device=device, requires_grad=True)
-        known = w.zero_grads(model, other, x)
-        outputs = 2 if kind == 2 else 1
-        both = lambda a: (model(a), other(a))  # noqa: E731
+        check_freed(answer, reference, device, kind)
 
-        def left(call, kept):
-            if kind in (2, "one of two dropped"):
-                kept += call(both, x * 2)[:outputs]
-            else:
-                kept.append(call(model, x * 2))
-            loss = w.loss_of(kept[0])
-            if kind == "retained before":
-                loss.backward(retain_graph=True)
-            loss.backward()
-
-        calls = answer.checkpoint, reference.checkpoint, w.plain_call
-        limit = outputs * 256 * 48 * 4 + (outputs - 1) * x.nbytes + 8192
-        title, formula = "bytes after the backward pass", "the output + 8 KiB"
-        cause = "the arguments hang on the graph's node: save_for_backward would free them"
-        if outputs == 2:
-            formula = "two outputs, the argument + 8 KiB"
-            cause = "what the second run made for the other output waits for its backward pass"
-        read = w.bytes_left(left, device, *known)
-        w.check_bytes(title, read, calls, limit, formula, cause)
+    @pytest.mark.saves("checkpoint", 4)
+    def test_the_last_of_two_backward_passes_frees_it(self, answer, reference, device):
+        """The same bar, where the graph was retained before."""
+        check_freed(answer, reference, device, "retained before")
 
     @pytest.mark.saves("checkpoint", "freed")
     @pytest.mark.parametrize("kind", ["trained", "nested", "not run"])
@@ -277,3 +258,32 @@ class TestPart1Checkpoint:
         if how == "create_graph":
             cause = "the second run's gradients have no graph, and create_graph=True goes unnoticed"
         w.check_right_or_refused(ask, w.plain_call, answer.checkpoint, leaves, cause)
+
+
+def check_freed(answer, reference, device, kind):
+    __tracebackhide__ = True
+    model, other = (mlp(32, 64, 48, device=device) for _ in range(2))
+    x = draw.randn(256, 32, device=device, requires_grad=True)
+    known = w.zero_grads(model, other, x)
+    outputs = 2 if kind == 2 else 1
+    both = lambda a: (model(a), other(a))  # noqa: E731
+
+    def left(call, kept):
+        if kind in (2, "one of two dropped"):
+            kept += call(both, x * 2)[:outputs]
+        else:
+            kept.append(call(model, x * 2))
+        loss = w.loss_of(kept[0])
+        if kind == "retained before":
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    calls = answer.checkpoint, reference.checkpoint, w.plain_call
+    limit = outputs * 256 * 48 * 4 + (outputs - 1) * x.nbytes + 8192
+    title, formula = "bytes after the backward pass", "the output + 8 KiB"
+    cause = "the arguments hang on the graph's node: save_for_backward would free them"
+    if outputs == 2:
+        formula = "two outputs, the argument + 8 KiB"
+        cause = "what the second run made for the other output waits for its backward pass"
+    read = w.bytes_left(left, device, *known)
+    w.check_bytes(title, read, calls, limit, formula, cause)

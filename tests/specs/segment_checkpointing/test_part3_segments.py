@@ -51,11 +51,11 @@ def runs(answer, device, name, count, segments, want):
     starts = [n for n, number in enumerate(again) if n == 0 or number != again[n - 1] + 1]
     lengths = [stop - start for start, stop in pairwise([*starts, len(again)])]
     seen = {"in the call": called, "sizes": sorted([*lengths, count - len(again)])}
-    seen |= {"again": len(lengths), "of a layer": max(Counter(again).values(), default=0)}
+    seen |= {"run again": len(lengths), "of a layer": max(Counter(again).values(), default=0)}
     return {what: seen[what] for what in want}, want
 
 
-@scenarios("segments + ceil(layers / segments), or what is no number of segments")
+@scenarios("segments + ceil(layers / segments) at its best")
 def peaks(answer, device, name, count):
     sums = {n: n + math.ceil(count / n) for n in range(1, count + 1)}
     got = answer.best_segments(count)
@@ -64,7 +64,10 @@ def peaks(answer, device, name, count):
 
 class TestPart3Segments:
     @pytest.mark.works("run_in_segments", "gradients")
-    @as_chain("a border cuts the graph, or layers are left out where the division leaves a rest")
+    @as_chain(
+        "a border cuts the graph, a rest of the division is left out, or a function that is made"
+        " in a loop looks up the loop's variable when it is late"
+    )
     def test_every_layer_gets_the_plain_gradients_to_the_bit(self):
         x = w.leaf(13, 5)
         for (count, segments), name in NAMES.items():
@@ -89,7 +92,7 @@ class TestPart3Segments:
     @runs("the last segment is checkpointed too, and costs a forward pass for nothing")
     def test_the_last_segment_is_not_run_again(self):
         for (count, segments), name in NAMES.items():
-            yield name, count, segments, {"again": segments - 1}
+            yield name, count, segments, {"run again": segments - 1}
 
     @pytest.mark.exact("run_in_segments", "sizes")
     @runs("the rest of the division goes to one segment, which then sets the peak")
