@@ -117,8 +117,8 @@ def _shard(
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        # In a dict: checkpoint would take some keywords for its own. And not in a closure: the
-        # random stream of a GPU is kept if a tensor among the arguments is there.
+        # As a dict: checkpoint would take some keywords for its own. Not in a closure: it keeps the
+        # random streams of those GPUs on which it sees a tensor.
         return recompute(lambda a, k: forward(*a, **k), args, kwargs, use_reentrant=False)
 
     return run
