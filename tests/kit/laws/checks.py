@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kit.laws.differences import certain, differences, show, unreached
+from kit.laws.differences import certain, differences, show
 from kit.laws.equal import Names, narrowed, same, whence
 from kit.laws.mentions import in_words, says
 from kit.memory.ruler import human
@@ -148,7 +148,7 @@ def check_equal(
     belief = next((b for b, value in (suspects or {}).items() if same(got, value)), None)
     belief = belief or whence(got, want, before)
     got, want, what = narrowed(got, want, what)
-    belief = belief or certain(got, want) or unreached(what, got, want)
+    belief = belief or certain(got, want, what)
     shown = show(want) if isinstance(want, torch.Tensor) else want
     fail(
         expected=f"{what} {want}" if isinstance(want, Names) else f"{what} = {shown}",

@@ -49,8 +49,10 @@ _ROUNDED = 1e-5
 _ROOT = 1.8e19
 
 
-def certain(got: object, want: object) -> str | None:
-    """What is certain of a tensor that is nearly as it should be, whatever the answer does."""
+def certain(got: object, want: object, what: str = "") -> str | None:
+    """What is certain of a difference, whatever the answer does; `what` differs, in words."""
+    if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
+        return "no gradient gets there: something on the way is detached, or has no graph"
     if isinstance(got, Described) and isinstance(want, Described):
         (*_, graph, held), (*_, no_graph, not_held) = got.kind, want.kind
         belief = certain(got.value, want.value)
@@ -67,7 +69,7 @@ def certain(got: object, want: object) -> str | None:
         return None
     mine, true = got.detach().flatten().double(), want.detach().flatten().double()
     if bool(mine.isinf().any() & true.isfinite().all() & (true.abs().max() > _ROOT)):
-        return "it overflows on the way: float32 has no squares of numbers above 1e19"
+        return "it overflows on the way: in 16 bits, or as a square of more than 1e19 in float32"
     off = (mine - true.to(mine.device)).norm()
     if not bool(off <= _ROUNDED * true.norm()) or not bool(true.any()):
         return None
@@ -81,13 +83,6 @@ def certain(got: object, want: object) -> str | None:
     if got.dtype == torch.float64:
         return "the numbers are right to 7 digits or so: something on the way is in float32"
     return "the numbers are right but for the last digits: as from sums in another order"
-
-
-def unreached(what: str, got: object, want: object) -> str | None:
-    """What is certain of a gradient that should be there, and is not."""
-    if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
-        return "no gradient gets there: something on the way is detached, or has no graph"
-    return None
 
 
 def _kind(got: Tensor, want: Tensor) -> str:

@@ -27,7 +27,7 @@ import torch
 from kit.answers.marks import subject_of
 from kit.laws.checks import SpecFailure, in_scenario
 from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
-from kit.laws.differences import certain, in_another_order, shown, unreached
+from kit.laws.differences import certain, in_another_order, shown
 from kit.laws.mentions import in_words
 from kit.laws.scenarios import as_spec
 from kit.laws.suspects import Suspect, suspects
@@ -212,8 +212,7 @@ class Law:
         name = first.observable
         meaning = next((m for start, m in self.meanings.items() if name.startswith(start)), "")
         belief = self._suspect(first.scenario, group, answer, device, seen)
-        belief = belief or certain(first.got, first.want)
-        belief = belief or unreached(name, first.got, first.want)
+        belief = belief or certain(first.got, first.want, name)
         if not belief and in_another_order(first.got, first.want):
             belief = (
                 "all of it is there, in another order: something is read or done ahead, or late"

@@ -130,7 +130,7 @@ def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: st
         not other and counts == wanted,
         expected=f"{wanted[0]} gathers and {wanted[1]} reductions in {what}",
         got=f"{counts[0]} and {counts[1]}" + (f", and {' and '.join(other)}" if other else ""),
-        cause=_cause(counts, wanted, want - got),
+        cause=_cause(counts, wanted, [want[call] for call in (want - got).elements()]),
     )
     check(
         got == want,
@@ -140,7 +140,8 @@ def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: st
     )
 
 
-def _cause(counts: list[int], wanted: list[int], lacks: Counter[Collective]) -> str:
+def _cause(counts: list[int], wanted: list[int], lacking: list[int]) -> str:
+    """`lacking`: of each call that is not made, how many such there should be."""
     if counts[1] < wanted[1]:
         return "there are too few units: a block is no unit of its own"
     if counts[1] > wanted[1]:
@@ -150,9 +151,9 @@ def _cause(counts: list[int], wanted: list[int], lacks: Counter[Collective]) -> 
             "a unit is given back that is needed again, or is gathered only to be looked at, or "
             "ahead by the order of another pass"
         )
-    if lacks.total() == 1:
+    if lacking == [1]:  # a block has two, unless it is kept
         return (
-            "a unit, the root's it seems, was whole already: from a pass before, without backward"
+            "a unit that is gathered once was whole already: from a pass before, without backward"
         )
     return "a block is not given back after forward"
 

@@ -24,7 +24,7 @@ def call(answer, words):
 
 def rounded(got, want):
     if got != want and abs(got - want) * 2**50 < want:
-        return "floats are in the arithmetic: they have no odd numbers above 2**53"
+        return "floats are in it, without odd numbers above 2**53; or half bytes are rounded down"
     return "a byte too few: shards and half bytes are rounded up" if got == want - 1 else None
 
 
