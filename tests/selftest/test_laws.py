@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from kit.answers.settings import SETTINGS
 from kit.catalog import all_katas
 from kit.laws import checks, untouched
 from kit.laws.bars import bar
@@ -106,6 +107,9 @@ CULPRITS = {
     "autocast cache": lambda model, x: torch.set_autocast_cache_enabled(False),
     "autocast blocks around": lambda model, x: torch.autocast_increment_nesting(),
     "grad mode": lambda model, x: torch.set_grad_enabled(False),
+    "number of threads": lambda model, x: torch.set_num_threads(2),
+    "backends.cudnn.benchmark": lambda model, x: setattr(torch.backends.cudnn, "benchmark", True),
+    "flash attention": lambda model, x: torch.backends.cuda.enable_flash_sdp(False),
     "default dtype": lambda model, x: torch.set_default_dtype(torch.float64),
     "hooks on saved tensors": lambda model, x: torch.autograd.graph.saved_tensors_hooks(
         lambda t: t, lambda t: t
@@ -130,11 +134,13 @@ def test_what_a_call_must_leave_untouched_is_watched(observable, raises):
         if raises:
             raise KeyError("mine")
 
+    before = {name: setting.read() for name, setting in SETTINGS.items()}
     try:
         with pytest.raises(SpecFailure) as failure:
             _answer(f).f(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [torch.ones(2)])
     finally:
         gc.enable()
+    assert {name: setting.read() for name, setting in SETTINGS.items()} == before
     assert failure.value.expected.startswith(f"{observable} as before ")
     assert ("KeyError in f()" in failure.value.expected) is raises
     assert failure.value.clause == UNTOUCHED

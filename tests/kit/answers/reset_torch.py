@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
+from kit.answers.settings import SETTINGS
 from kit.laws import draw
 from kit.private_torch import dispatch_modes, pop_dispatch_mode, pop_saved_tensors_hooks
 
@@ -16,17 +17,14 @@ def reset_torch() -> None:
         del in_force  # torch 2.6 crashes where it pops a mode that nobody else holds
     while saved_tensors_hooks_in_force():
         pop_saved_tensors_hooks()
-    for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
-        torch.set_autocast_enabled(device, False)
-        torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(True)
+    for setting in SETTINGS.values():
+        if setting.fresh is not None and setting.read() != setting.fresh:
+            setting.write(setting.fresh)
     # An autocast that was entered and never left would keep its cache, and every later one too.
     depth = torch.autocast_increment_nesting()
     while depth > 0:
         depth = torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
     draw.seed(0)
 
 

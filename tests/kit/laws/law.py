@@ -212,7 +212,8 @@ class Law:
         name = first.observable
         meaning = next((m for start, m in self.meanings.items() if name.startswith(start)), "")
         belief = self._suspect(first.scenario, group, answer, device, seen)
-        belief = belief or certain(first.got, first.want, name)
+        late = self._too_late(first.scenario, seen)
+        belief = belief or late or certain(first.got, first.want, name)
         if not belief and in_another_order(first.got, first.want):
             belief = (
                 "all of it is there, in another order: something is read or done ahead, or late"
@@ -222,10 +223,19 @@ class Law:
             got=shown(first.got, first.want),
             cause=belief or meaning or self._known(answer),
             sure=belief is not None,
-            clause=self._clause(first),
+            clause="" if late else self._clause(first),
         )
         tried = len(seen) if len(seen) == len(self.groups[group]) else 0
         raise in_scenario(failure, *[d.scenario for d in found], tried=tried)
+
+    def _too_late(self, scenario: str, seen: dict[str, Pattern]) -> str | None:
+        """What it means that only something else than the refusal is otherwise."""
+        pattern, world = seen[scenario], self._right[scenario]["_world"]
+        if world.refused_at is None or pattern is None or {"outcome", "message"} & {*pattern}:
+            return None
+        more = len(pattern.get("passes forward", ())) - len(self._right[scenario]["passes forward"])
+        ran = f", after {more} forward passes" if more > 0 else ""
+        return f"it is refused too late{ran}: look at everything before anything is changed"
 
     def _suspect(
         self,

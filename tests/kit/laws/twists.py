@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kit.answers.settings import SETTINGS
 from kit.laws import draw
 from kit.laws.precisions import PRECISIONS, SCALE
 from kit.laws.toys import mse
@@ -84,17 +85,24 @@ def inside_its_own_autocast(w: World) -> None:
 
 
 def in_unusual_modes(w: World) -> None:
-    """Autocast keeps no copies, and autograd notes where each node was made."""
+    """Autocast keeps no copies, autograd notes where each node was made, cuDNN tries kernels."""
+    unusual = {
+        "autocast cache": False,
+        "backends.cudnn.benchmark": True,
+        "deterministic algorithms": 1,
+    }
 
     @contextmanager
     def outer() -> Iterator[None]:
-        cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
+        before = {name: SETTINGS[name].read() for name in unusual}
         try:
+            for name, value in unusual.items():
+                SETTINGS[name].write(value)
             with torch.autograd.set_detect_anomaly(True, check_nan=False):
                 yield
         finally:
-            torch.set_autocast_cache_enabled(cache)
+            for name, value in before.items():
+                SETTINGS[name].write(value)
 
     w.inside.append(outer)
 

@@ -26,6 +26,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
 from kit.answers.reset_torch import saved_tensors_hooks_in_force
+from kit.answers.settings import SETTINGS
 from kit.laws.checks import UNTOUCHED, SpecFailure
 from kit.private_torch import data_version, dispatch_modes, leaf_hooks
 
@@ -95,6 +96,8 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
             now = _in_force() | _random(free)
             for changed in now:
                 if now[changed] != in_force[changed] and not changed.startswith(free):
+                    if changed in SETTINGS:  # for all code after it, so it is put back
+                        SETTINGS[changed].write(in_force[changed])
                     return _failure(changed, in_force[changed], now[changed], after)
             for observable, look, old in carried:
                 new = look()
@@ -158,18 +161,9 @@ def _autocast_blocks() -> int:
 def _in_force() -> dict[str, Any]:
     """What is in force in this thread, and the same for all."""
     return {
-        "autocast on cpu": torch.is_autocast_enabled("cpu"),
-        "autocast dtype on cpu": torch.get_autocast_dtype("cpu"),
-        "autocast on cuda": torch.is_autocast_enabled("cuda"),
-        "autocast dtype on cuda": torch.get_autocast_dtype("cuda"),
-        "autocast cache": torch.is_autocast_cache_enabled(),
+        **{name: setting.read() for name, setting in SETTINGS.items()},
         "autocast blocks around": _autocast_blocks(),
-        "grad mode": torch.is_grad_enabled(),
         "inference grad mode": torch.is_inference_mode_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "precision of matrix products": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": torch.get_deterministic_debug_mode(),
         "dispatch modes in force": [type(mode).__name__ for mode in dispatch_modes()],
         "hooks on saved tensors": saved_tensors_hooks_in_force(),
         "garbage collector": gc.isenabled(),

@@ -103,6 +103,7 @@ class Case:
     looks: bool = False  # loss_fn calls the model under no_grad
     loss_dtype: torch.dtype = torch.float32
     scale: float = 1.0  # of the loss: 0 as of a hinge that is met
+    cause: str = ""  # what a failure most likely means, whatever differs
 
 
 BF16, KEPT, CHECKPOINT = (
@@ -209,7 +210,12 @@ GROUPS: dict[str, dict[str, Case]] = {
             any_names, CHECKPOINT, script=STEP
         ),
         "a block that keeps nothing, at the end of another": Case(
-            ending, CHECKPOINT, script=("plain", "step"), counted=False
+            ending,
+            CHECKPOINT,
+            script=("plain", "step"),
+            counted=False,
+            cause="a second run goes to its end (early_stop=False) when the gradients of what is "
+            "there have come already, so they are lost",
         ),
         "named tuples, float64, a forward of the caller": Case(timed, CHECKPOINT, script=STEP),
     },

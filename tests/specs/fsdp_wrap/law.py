@@ -9,6 +9,7 @@ where the answer gives just that, the mistake is the cause.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,7 @@ def _alike(got: Any, want: Any, near: float) -> bool:
 def _fail(one: Alone, observable: str, got: Any, cause: str) -> None:
     __tracebackhide__ = True
     likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
+    likely = one.case.cause or likely
     want, suspects = one.trace.get(observable), dict[str, Tensor]()
     what = observable
     law, _, step = observable.partition(" of ")
@@ -124,17 +126,33 @@ def _fail(one: Alone, observable: str, got: Any, cause: str) -> None:
             got, want = mine, vector(want, one.parameters)
     if isinstance(want, dict) and isinstance(got, dict) and got.keys() == want.keys():
         bad = next((n for n in want if not _alike(got[n], want[n], 1e-4)), "")
-        got, want, what = got[bad], want[bad], f"{bad} of {what}"
+        likely = _of_runs(got, want) or likely if law == "runs" else likely
+        got, want, what = got[bad], want[bad], f"{what}, {bad}"
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         check_close(got, want, what, cause=likely, rtol=1e-4, atol=1e-6, suspects=suspects)
     if want is None or isinstance(want, Tensor):
         missing = "gradients are cleared after the step, or are never reduced"
+        number = re.search(r"step (\d+)", observable)
+        if number and "fails" in one.case.script[: int(number[1]) - 1]:
+            missing = "what the failed step has switched off stays off: nothing is reduced any more"
         fail(
             expected=f"{what}: {'none' if want is None else 'there'}",
             got="none" if got is None else "there is one",
             cause=missing if want is not None else likely,
         )
     check_equal(got, want, what, cause=likely)
+
+
+def _of_runs(got: dict[str, int], want: dict[str, int]) -> str:
+    """What it means that blocks run too often, or not often enough."""
+    less, more = ([n for n in want if sign * (got[n] - want[n]) > 0] for sign in (-1, 1))
+    if less and not more:
+        return "a block is not run again in backward: checkpoint=True is not followed here"
+    if more and not less and all(any(n.startswith(f"{o}.") for o in want) for n in more):
+        return (
+            "a block inside a checkpointed block is checkpointed itself, so it runs once too often"
+        )
+    return ""
 
 
 def guesses(one: Alone, law: str) -> dict[str, Tensor]:

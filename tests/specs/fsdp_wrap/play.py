@@ -94,7 +94,7 @@ class Play:
         self.optimizer.register_step_post_hook(lambda *_: steps.append(_))
         is_pending = False
         for number, event in enumerate(self.case.script):
-            label = f"{'plain ' * (event == 'plain')}step {number + 1}"
+            label = f"step {number + 1}" + ", by hand" * (event == "plain")
             self.runs = {}
             if event == "evaluate":
                 self.trace[f"output after {number} things"] = self.look(number)

@@ -130,28 +130,43 @@ def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: st
         not other and counts == wanted,
         expected=f"{wanted[0]} gathers and {wanted[1]} reductions in {what}",
         got=f"{counts[0]} and {counts[1]}" + (f", and {' and '.join(other)}" if other else ""),
-        cause=_cause(counts, wanted, [want[call] for call in (want - got).elements()]),
+        cause=_cause(got, want, [a - b for a, b in zip(counts, wanted, strict=True)]),
     )
+    is_only_dtype = _sizes(got) == _sizes(want)
     check(
         got == want,
         expected=f"in {what} calls of {show(want - got)}",
         got=f"of {show(got - want)} instead",
-        cause="the units are others: their parameters, or the dtype that they are sent in",
+        cause="the units are the right ones: what they gather or reduce has another dtype"
+        if is_only_dtype
+        else "the units are others: some have parameters that belong to another",
     )
 
 
-def _cause(counts: list[int], wanted: list[int], lacking: list[int]) -> str:
-    """`lacking`: of each call that is not made, how many such there should be."""
-    if counts[1] < wanted[1]:
+def _sizes(calls: Counter[Collective]) -> list[tuple[str, int]]:
+    """Of each call what it is and of how much, whatever the dtype."""
+    return sorted((call.kind, call.numel) for call in calls.elements())
+
+
+def _cause(got: Counter[Collective], want: Counter[Collective], more: list[int]) -> str:
+    """`more`: by how many gathers and reductions there are too many."""
+    gathers, reductions = more
+    # A block is gathered twice, unless blocks are kept: then nothing tells the root from them.
+    once = {c for c, n in want.items() if n == 1 and c.kind == "all_gather"}
+    roots = once if any(n > 1 for n in want.values()) else set()
+    if reductions < 0:
         return "there are too few units: a block is no unit of its own"
-    if counts[1] > wanted[1]:
+    if reductions > 0:
         return "there are too many units, or a frozen one is reduced, or reductions are repeated"
-    if counts[0] > wanted[0]:
+    if gathers == 1 and got - want and {*(got - want)} <= roots:
+        return "the root's unit is gathered twice: it is given back after forward, and needed again"
+    if gathers > 0:
         return (
             "a unit is given back that is needed again, or is gathered only to be looked at, or "
             "ahead by the order of another pass"
         )
-    if lacking == [1]:  # a block has two, unless it is kept
+    lacking = want - got
+    if lacking.total() == 1 and {*lacking} <= once:
         return (
             "a unit that is gathered once was whole already: from a pass before, without backward"
         )
