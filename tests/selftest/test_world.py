@@ -8,13 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from desk.explain import Judged, explain
 from kit.answers.loading import load
 from kit.laws import checks
 from kit.laws.checks import Bar, SpecFailure
 from kit.ranks.collectives import Collective
-from kit.ranks.rank_failures import is_waiting
+from kit.ranks.rank_failures import hang, is_waiting
 from kit.ranks.world import World
 from selftest import world_programs as programs
 from selftest.tiny import House, later, new_folder, result
@@ -180,6 +181,13 @@ def test_a_collective_that_the_other_rank_never_calls(ours, bad):
     )
     assert "rank 0 waits in a collective call that rank 1 never makes: every" in error.cause
     assert _told(error, bad) == REDUCES
+
+
+def test_of_a_rank_that_has_raised_before_the_call_that_others_wait_in_the_error_is_told():
+    waits = [(dist.all_reduce.__wrapped__.__code__.co_filename, 1, "all_reduce")]
+    error = hang({0: waits, 2: waits}, {1: "ValueError in mean()"}, "answer.py", 10.0)
+    assert "rank 1 has finished, after ValueError in mean(), rank 2 waits" in error.got
+    assert "rank 1 never makes: it has raised before that" in error.cause
 
 
 def test_ranks_that_wait_for_each_other_are_told_before_the_limit(ours, bad):

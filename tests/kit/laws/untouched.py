@@ -45,6 +45,9 @@ _CAUSES = {
 _SET = "it is set by hand and not set back"  # whatever else is in force
 _RANDOM = "random state of torch"
 
+# The errors that guarded calls have raised, in words: a spec may have expected them.
+raised: list[str] = []
+
 Named = dict[str, int]  # attributes by name: 0, or which callable it is
 
 
@@ -108,7 +111,9 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            found = problem(f"{type(error).__name__} in {name}()")
+            after = f"{type(error).__name__} in {name}()"
+            raised.append(after)
+            found = problem(after)
             if found is not None and not isinstance(error, SpecFailure):
                 raise found from error
             raise

@@ -29,9 +29,8 @@ from kit.answers.contract import functions
 from kit.answers.loading import load
 from kit.answers.reset_torch import reset_torch
 from kit.catalog import find_kata
-from kit.laws import checks, draw
+from kit.laws import checks, draw, untouched
 from kit.laws.checks import Bar
-from kit.laws.untouched import watch
 from kit.memory import gpu
 from kit.private_torch import collective_count
 from kit.ranks.wire import dumps, loads, pack_error
@@ -58,13 +57,15 @@ class Prints:
 class Report:
     """How a program ended: `data` is the pickle of its result, or of what it raised.
 
-    `calls` counts the collective calls that it made; -1 if torch does not say.
+    `calls` counts the collective calls that it made; -1 if torch does not say. `raised` is the last
+    error that came out of the answer, whether the program expected it or not.
     """
 
     failed: bool
     data: bytes
     bars: list[Bar]
     calls: int
+    raised: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ class _Member:
         """Load the answer, run the program, and report."""
         reset_torch()
         checks.bars.clear()
+        untouched.raised.clear()
         for name, stream in self._streams.items():
             setattr(sys, name, stream)
         before, answer = self._calls(), ModuleType("no answer")
@@ -185,7 +187,8 @@ class _Member:
         calls = self._calls()
         for stream in self._streams.values():
             stream.end_line()
-        return Report(failed, data, list(checks.bars), calls - before if calls >= 0 else -1)
+        made = calls - before if calls >= 0 else -1
+        return Report(failed, data, list(checks.bars), made, "".join(untouched.raised[-1:]))
 
     def _guard(self, answer: ModuleType, program: Callable[..., object]) -> None:
         """Watch what the contract leaves alone, if changes.py beside the program asks for it."""
@@ -197,7 +200,7 @@ class _Member:
         changes = importlib.import_module(name) if find_spec(name) else None
         if getattr(changes, "ON_RANKS", False):
             names = functions(find_kata(folder.rpartition(".")[2]).solution)
-            watch(answer, names, vars(changes)["CHANGES"], vars(changes)["MAY_DRAW"])
+            untouched.watch(answer, names, vars(changes)["CHANGES"], vars(changes)["MAY_DRAW"])
 
     def step(self) -> InStep:
         """Add up a few numbers with the other ranks."""

@@ -31,16 +31,20 @@ class Dead:
     log: str
 
 
-def hang(stacks: dict[int, list[Frame]], size: int, file: str, limit: float) -> SpecFailure:
-    """Say where each rank of `stacks` is; the traceback is that of the one to blame."""
-    done = [number for number in range(size) if number not in stacks]
+def hang(
+    stacks: dict[int, list[Frame]], done: dict[int, str], file: str, limit: float
+) -> SpecFailure:
+    """Say where each rank of `stacks` is; the traceback is that of the one to blame.
+
+    Of those that are done, `done` has the last error that came out of the answer.
+    """
     busy = [number for number, stack in stacks.items() if not is_waiting(stack)]
     blamed = (busy or list(stacks))[0]
     states = ", ".join(
         f"rank {number} {'is still' if busy else 'waits'} {_where(stacks[number], file)}"
         if number in stacks
-        else f"rank {number} has finished"
-        for number in range(size)
+        else f"rank {number} has finished{done[number] and f', after {done[number]}'}"
+        for number in sorted({*stacks, *done})
     )
     expected, got = "every rank comes to its end", f"standstill: {states}"
     same = "every rank must make the same calls in the same order"
@@ -48,8 +52,13 @@ def hang(stacks: dict[int, list[Frame]], size: int, file: str, limit: float) -> 
         expected, got = f"every rank done within {limit:g} s", f"time-out: {states}"
         cause = f"a loop that does not end; rank {blamed} ran this line when the time was up"
     elif done:
-        cause = f"rank {blamed} waits in a collective call that rank {done[0]} never makes: {same}"
-        cause += "; a backward pass of DDP or FSDP makes some"
+        other = next((number for number in done if done[number]), min(done))
+        cause = f"rank {blamed} waits in a collective call that rank {other} never makes: "
+        cause += (
+            "it has raised before that, and the others were not told"
+            if done[other]
+            else f"{same}; a backward pass of DDP or FSDP makes some"
+        )
     else:
         cause = f"the ranks wait for each other in different collective calls: {same}"
     error = SpecFailure(expected, got, cause)

@@ -186,7 +186,8 @@ class World:
         error = self._first_error(ends, answer)
         if error is None and hung:
             stacks = {rank.number: self._ask_stack(rank) for rank in hung}
-            error = hang(stacks, self.size, str(answer.__file__), limit)
+            raised = {n: end.raised for n, end in ends.items() if isinstance(end, Report)}
+            error = hang(stacks, raised, str(answer.__file__), limit)
         if hung or any(isinstance(end, Dead) for end in ends.values()):
             self.close()
             return error

@@ -155,7 +155,7 @@ class Side:
 MEANS = {
     "masters": None,
     "weights": "the masters are right, and the model's weights are not these, rounded",
-    "float32 gradients kept": "all else is right; the masters keep their gradients, 4 bytes each",
+    "float32 gradients kept": "the masters keep their gradients, 4 bytes a parameter",
 }
 
 

@@ -88,7 +88,9 @@ GROUPS = {
     },
     "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "bad": {
-        "as many elements, on rank 1": _bad({1: BAD["as many elements"]}),
+        "6 x 2 targets for 2 x 6 tokens, on rank 1": _bad(
+            {1: BAD["6 x 2 targets for 2 x 6 tokens"]}
+        ),
         "no length, on rank 0": _bad({0: BAD["no length"]}),
         "one tensor of two rows, on rank 1": _bad({1: BAD["one tensor of two rows"]}),
         "no micro-batch on rank 1": _bad({1: BAD["nothing"]}),
@@ -96,7 +98,9 @@ GROUPS = {
         "a window that cannot be read on rank 0": _bad({0: (UNREADABLE,)}, ((), UNEQUAL)),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
     },
-    "names": {"bad on both ranks": _bad({0: BAD["another length"], 1: BAD["nothing"]})},
+    "names": {
+        "bad on both ranks": _bad({0: BAD["4 targets for 5 tokens in each row"], 1: BAD["nothing"]})
+    },
 }
 PLANS = {name: plan for group in GROUPS.values() for name, plan in group.items()}
 
