@@ -101,7 +101,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """The proof with other seeds, orders and processors; an hour, and it can be interrupted."""
+    """The proof with other seeds, orders and processors; two hours, and it can be interrupted."""
     python = _python(session, "prove")
     _run(session, python, "-m", "bench.soak", *session.posargs)
 

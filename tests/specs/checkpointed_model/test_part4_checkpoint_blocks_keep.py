@@ -96,6 +96,18 @@ class Written(Noisy):
         return y, z, torch.tanh(z.mul_(0.5) if self.rate else z * 0.5)
 
 
+class Routed(Noisy):
+    """A choice: of its two results the second is used, changed in place, and used again."""
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x))
+        with torch.no_grad():
+            _, places = y.topk(1)
+            before = places.float()
+            places.add_(1)
+        return x + torch.tanh(y * before * places.float())
+
+
 def doubled(run, block, x):
     y, z, more = block(x)
     return y.mul_(2.0), z.mul_(2.0), more
@@ -220,6 +232,7 @@ class TestPart4CheckpointBlocksKeep:
             yield f"changed in the block, {keep[0]}", inside, "or an error", 2, keep
             later = chain(lambda: [Written(rate=0)], shape=rows, call=doubled)
             yield f"changed later, {keep[0]}", later, "or an error", 2, keep
+        yield "a second result, changed", chain(lambda: [Routed()]), "or an error", 2, [TOPK]
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     @pytest.mark.parametrize(
