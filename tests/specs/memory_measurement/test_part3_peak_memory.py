@@ -213,6 +213,9 @@ class TestPart3PeakMemory:
         yield "a number", (0, single, single), lambda: kept.append(torch.zeros(()))
         step = torch.inference_mode()(lambda: kept.append(floats(2)))
         yield "a step under inference_mode", (0, 2, 2), step
+        turned = torch.ones(16, 32).t()
+        step = torch.inference_mode()(lambda: kept.extend((turned.reshape(-1), x.double())))
+        yield "copies under inference_mode, of what might be views", (4, 6, 6), step, [x, turned]
 
         def goes_on():
             with suppress(RuntimeError):
