@@ -101,6 +101,12 @@ def _answer(function) -> ModuleType:
     return module
 
 
+def _in_tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # then torch cannot say how it is
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
 CULPRITS = {
     "autocast on cpu": lambda model, x: torch.set_autocast_enabled("cpu", True),
     "autocast dtype on cpu": lambda model, x: torch.set_autocast_dtype("cpu", torch.float16),
@@ -109,6 +115,7 @@ CULPRITS = {
     "grad mode": lambda model, x: torch.set_grad_enabled(False),
     "number of threads": lambda model, x: torch.set_num_threads(2),
     "backends.cudnn.benchmark": lambda model, x: setattr(torch.backends.cudnn, "benchmark", True),
+    "precision of matrix products": lambda model, x: _in_tf32(),
     "flash attention": lambda model, x: torch.backends.cuda.enable_flash_sdp(False),
     "default dtype": lambda model, x: torch.set_default_dtype(torch.float64),
     "hooks on saved tensors": lambda model, x: torch.autograd.graph.saved_tensors_hooks(

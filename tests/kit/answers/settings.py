@@ -20,8 +20,21 @@ class Setting(NamedTuple):
     fresh: Any = None
 
 
+def _unless_mixed(read: Callable[[], Any]) -> Callable[[], Any]:
+    """`read`, or "mixed" where torch refuses to say: some of it is set by `fp32_precision`."""
+
+    def safe() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return "mixed"
+
+    return safe
+
+
 def _flag(owner: Any, name: str) -> Setting:
-    return Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+    read = _unless_mixed(lambda: getattr(owner, name))
+    return Setting(read, lambda value: setattr(owner, name, value))
 
 
 def _autocast(device: str, dtype: torch.dtype) -> dict[str, Setting]:
@@ -49,7 +62,9 @@ SETTINGS = {
     "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
     "anomaly mode": Setting(torch.is_anomaly_enabled, torch.set_anomaly_enabled, False),
     "precision of matrix products": Setting(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"
+        _unless_mixed(torch.get_float32_matmul_precision),
+        torch.set_float32_matmul_precision,
+        "highest",
     ),
     "deterministic algorithms": Setting(
         torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0

@@ -229,9 +229,9 @@ class Law:
         raise in_scenario(failure, *[d.scenario for d in found], tried=tried)
 
     def _too_late(self, scenario: str, seen: dict[str, Pattern]) -> str | None:
-        """What it means that only something else than the refusal is otherwise."""
+        """What it means that a call is refused at once, and something else is otherwise."""
         pattern, world = seen[scenario], self._right[scenario]["_world"]
-        if world.refused_at is None or pattern is None or {"outcome", "message"} & {*pattern}:
+        if world.refused_at != 0 or pattern is None or {"outcome", "message"} & {*pattern}:
             return None
         more = len(pattern.get("passes forward", ())) - len(self._right[scenario]["passes forward"])
         ran = f", after {more} forward passes" if more > 0 else ""

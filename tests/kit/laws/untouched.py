@@ -45,7 +45,7 @@ _CAUSES = {
 _SET = "it is set by hand and not set back"  # whatever else is in force
 _RANDOM = "random state of torch"
 
-# The errors that guarded calls have raised, in words: a spec may have expected them.
+# The last error that a guarded call has raised, in words: a spec may have expected it.
 raised: list[str] = []
 
 Named = dict[str, int]  # attributes by name: 0, or which callable it is
@@ -112,7 +112,7 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
             result = function(*args, **kwargs)
         except BaseException as error:
             after = f"{type(error).__name__} in {name}()"
-            raised.append(after)
+            raised[:] = [after]
             found = problem(after)
             if found is not None and not isinstance(error, SpecFailure):
                 raise found from error

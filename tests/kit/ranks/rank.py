@@ -188,7 +188,7 @@ class _Member:
         for stream in self._streams.values():
             stream.end_line()
         made = calls - before if calls >= 0 else -1
-        return Report(failed, data, list(checks.bars), made, "".join(untouched.raised[-1:]))
+        return Report(failed, data, list(checks.bars), made, "".join(untouched.raised))
 
     def _guard(self, answer: ModuleType, program: Callable[..., object]) -> None:
         """Watch what the contract leaves alone, if changes.py beside the program asks for it."""
