@@ -234,7 +234,8 @@ class Law:
         if world.refused_at != 0 or pattern is None or {"outcome", "message"} & {*pattern}:
             return None
         more = len(pattern.get("passes forward", ())) - len(self._right[scenario]["passes forward"])
-        ran = f", after {more} forward passes" if more > 0 else ""
+        times = "once" if more == 1 else f"{more} times"
+        ran = f", after the model has run {times}" if more > 0 else ""
         return f"it is refused too late{ran}: look at everything before anything is changed"
 
     def _suspect(

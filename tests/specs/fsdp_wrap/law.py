@@ -138,7 +138,7 @@ def _fail(one: Alone, observable: str, got: Any, cause: str) -> None:
         fail(
             expected=f"{what}: {'none' if want is None else 'there'}",
             got="none" if got is None else "there is one",
-            cause=missing if want is not None else likely,
+            cause=likely if want is None or one.case.cause else missing,
         )
     check_equal(got, want, what, cause=likely)
 
