@@ -301,7 +301,8 @@ class Counter:
 
 
 def test_a_script_tells_what_each_call_gives_and_what_is_seen_then():
-    assert play(Counter(), "add(2); add(-1.5); add(one); add(13)") == {
+    seen = play(Counter(), "add(2); add(-1.5); add(one); add(13)")
+    assert seen == {
         "what comes after add(2)": 2,
         "total after add(2)": 2,
         "what comes after add(2); add(-1.5)": "ValueError, with '-1.5' in it",
@@ -311,6 +312,8 @@ def test_a_script_tells_what_each_call_gives_and_what_is_seen_then():
         "what comes after add(2); add(-1.5); add(one); add(13)": "RuntimeError",
         "total after add(2); add(-1.5); add(one); add(13)": 3,
     }
+    last = "what comes after add(2); add(-1.5); add(one); add(13)"
+    assert str(seen[last]) == "RuntimeError: out of order"  # its words are shown, and free
 
 
 def test_a_rename_from_a_folder_elsewhere_fails(tmp_path):

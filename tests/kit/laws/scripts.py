@@ -11,6 +11,15 @@ import math
 from typing import Any
 
 
+class Raised(str):
+    """The type of an error, shown with its message, whose words are free."""
+
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self[:]}: {self.message}" if self.message else self[:]
+
+
 def play(side: Any, script: str) -> dict[str, Any]:
     """What each call of the script gave, and what is seen after it, by name and moment.
 
@@ -36,4 +45,6 @@ def _outcome(call: str, names: dict[str, Any]) -> Any:
     except (RuntimeError, AssertionError) as error:
         if type(error) not in (RuntimeError, AssertionError):
             raise
-        return "RuntimeError"  # GradScaler's for an update too early is an AssertionError
+        raised = Raised("RuntimeError")  # GradScaler's for an update too early is an AssertionError
+        raised.message = str(error)
+        return raised
