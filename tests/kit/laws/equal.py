@@ -27,6 +27,21 @@ class Names(str):
     """Which names a dict has, and which it has not, in words."""
 
 
+class Raised(str):
+    """The type of an error that came; it is shown with its message, whose words are free."""
+
+    message: str
+
+    def __new__(cls, error: BaseException, name: str = "") -> Raised:
+        """`name` stands for the type."""
+        made = super().__new__(cls, name or type(error).__name__)
+        made.message = (str(error).splitlines() or [""])[0]
+        return made
+
+    def __str__(self) -> str:
+        return f"{self[:]}: {self.message}"
+
+
 def _told(how: str, names: list[object]) -> str:
     first = ", ".join(map(repr, names[:_FEW]))
     more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""

@@ -27,6 +27,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -35,13 +36,16 @@ import torch
 from kit.answers.marks import subject_of
 from kit.laws import draw
 from kit.laws.checks import SpecFailure, check_equal, in_scenario
-from kit.laws.equal import same
+from kit.laws.equal import Raised, same
 from kit.laws.suspects import Suspect, suspects
 
 Judge = Callable[..., tuple[object, object]]
 Worlds = Callable[[], Iterator[tuple[Any, ...]]]
 Given = dict[str, tuple[object, object]]
 Computed = Callable[[Any, Any], str | None]
+
+_NO_ERROR = "no error in the backward pass"
+_ENGINE = torch.autograd.graph.__file__  # runs each backward pass
 
 _known: dict[tuple[str, torch.device, str], Any] = {}
 
@@ -131,7 +135,8 @@ def _hold(
             others = [*itertools.islice(fitting(next(groups, [])), most)]
             if 0 < len(others) < 3:
                 cause = "; or ".join(f'{each.words} ("{each.entry.belief}")' for each in others)
-    believed = believed or computed(got, want)
+    if want is not _NO_ERROR:
+        believed = believed or computed(got, want)
     known = {believed: got} if believed else {}
     try:
         check_equal(got, want, what, cause=cause, suspects=known)
@@ -149,10 +154,24 @@ def _given(
         name = ""
         try:
             for name, *world in found:
-                given[name] = judge(answer, device, name, *world)
+                given[name] = _judged(judge, answer, device, name, world)
         except Exception as error:
             return given, in_scenario(error, name) if name and name not in given else error
     return given, None
+
+
+def _judged(
+    judge: Judge, answer: ModuleType | None, device: torch.device, name: str, world: list[Any]
+) -> tuple[object, object]:
+    """What a scenario gives and should give; an error of a backward pass is seen like a value."""
+    try:
+        return judge(answer, device, name, *world)
+    except RuntimeError as error:
+        files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+        # Where the answer has a line in it, that says more.
+        if files[-1] != _ENGINE or getattr(answer, "__file__", None) in files:
+            raise
+        return Raised(error), _NO_ERROR
 
 
 def _made_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -201,7 +220,7 @@ class _Gave:
         with _made_on(device), closing(worlds()) as found:  # type: ignore[type-var]
             try:
                 for name, *world in found:
-                    self.values.append(judge(mistake, device, name, *world)[0])
+                    self.values.append(_judged(judge, mistake, device, name, world)[0])
                     if self.differs(mine):
                         return
             except Exception:

@@ -10,14 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
-class Raised(str):
-    """The type of an error, shown with its message, whose words are free."""
-
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self[:]}: {self.message}" if self.message else self[:]
+from kit.laws.equal import Raised
 
 
 def play(side: Any, script: str) -> dict[str, Any]:
@@ -45,6 +38,4 @@ def _outcome(call: str, names: dict[str, Any]) -> Any:
     except (RuntimeError, AssertionError) as error:
         if type(error) not in (RuntimeError, AssertionError):
             raise
-        raised = Raised("RuntimeError")  # GradScaler's for an update too early is an AssertionError
-        raised.message = str(error)
-        return raised
+        return Raised(error, "RuntimeError")  # GradScaler's for an update too early is another

@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import math
 
 import torch
 
 from kit.laws import draw
 from kit.laws.checks import check, check_bar
 from kit.laws.scenarios import scenarios
-from kit.memory.ruler import bytes_of, measure
+from kit.memory.ruler import bytes_of, human, measure
 from specs.checkpointed_model.meanings import meaning
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
@@ -207,7 +208,18 @@ def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspe
     check_bar(title, reads(answer), limit, cause=cause, suspects=plain | (suspects or {}), **shown)
 
 
-def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause):
+def _when(layers, size, case, answer, device):
+    """Which of both passes takes more than it may, in words, by what is held between them."""
+    unit = "block" if size == 1 else "segment"
+    between, inputs = of_model(held, answer, layers, size, device, case), math.ceil(layers / size)
+    said = f"{human(between)} is held between the passes"
+    if between > (inputs + 1) * one_input(large_inputs(device)):
+        return f"{said}: the first run keeps more than the input of each {unit}"
+    several = "in the backward pass the insides of several blocks are there at once"
+    return f"{said}, no more than inputs: {several}"
+
+
+def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause=""):
     """The same for a LargeModel: `peak` reads so many inputs and an inside, `held` inputs alone."""
     __tracebackhide__ = True
     read = functools.partial(of_model, reads, device=device, case=case)
@@ -220,5 +232,7 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
         title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
         suspects[unheeded] = lambda: read(answer, layers, 1)
     of = lambda module: read(module or answer, layers, size if module else 0)  # noqa: E731
+    if reads is peak and of(answer) > limit:
+        suspects[_when(layers, size, case, answer, device)] = of(answer)
     given = (f"{title}, {case}", limit, formula, of, answer, reference)
     check_limit(*given, cause=cause, suspects=suspects)

@@ -11,6 +11,11 @@ STREAM = (
 LAST_BLOCK = (
     "every block runs the last one: a function looks up the variable of a loop when it is late"
 )
+WAYS = "precisions and modes of all runs"
+
+
+def _ways(seen):
+    return ", ".join(" in ".join(way) for way in seen[WAYS])
 
 
 def meaning(got, want):
@@ -20,6 +25,8 @@ def meaning(got, want):
         return NO_GRAPH
     if name.startswith("numbers drawn after the backward pass"):
         return STREAM
+    if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
+        return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
     if name.startswith("runs in the forward pass"):
         *others, last = got[name]
         return LAST_BLOCK if others and not any(others) and last == sum(want[name]) else None

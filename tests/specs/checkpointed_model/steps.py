@@ -11,8 +11,10 @@ from torch import Generator, Tensor, nn
 
 from kit.laws import draw
 from kit.laws.checks import SpecFailure
+from kit.laws.equal import Raised
 from kit.laws.untouched import observed
 from kit.private_torch import tree_flatten
+from specs.checkpointed_model.meanings import WAYS
 
 WIDTH = 16  # of all models
 SHAPE = (3, 5, WIDTH)  # of inputs, unless bytes are measured
@@ -46,7 +48,8 @@ class Runs:
         self.counts[number] += 1
         device = args[0].device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "none"
-        self.ways.add((f"autocast {dtype}", "training" if module.training else "eval"))
+        mode = "training mode" if module.training else "eval mode"
+        self.ways.add((f"autocast {dtype}", mode))
 
     def take(self):
         """The counts since the last time."""
@@ -80,7 +83,7 @@ def see(step, device, any_error=False):
     others = [name for name, b in step.model.named_buffers() if b is not own.get(name)]
     seen["buffers that the backward pass replaced"] = others
     seen["runs in the backward pass"] = runs.take()
-    seen["precisions and modes of all runs"] = sorted(runs.ways)
+    seen[WAYS] = sorted(runs.ways)
     leaves = {f"input {number}": leaf for number, leaf in enumerate(step.leaves)}
     for name, p in [*step.model.named_parameters(), *leaves.items()]:
         seen[f"gradient of {name}"] = None if p.grad is None else p.grad.clone()
@@ -103,7 +106,7 @@ def _outcome(step, tensors, any_error):
     except Exception as error:
         if not (any_error or isinstance(error, RuntimeError)):  # CheckpointError is one
             raise
-        return f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return Raised(error)
     return "returns"
 
 
@@ -131,7 +134,7 @@ def compared(mine, true, runs):
 
 def never_wrong(mine, truly):
     """The gradients although something has been changed; or else an error."""
-    if mine["backward pass"].startswith("raises "):
+    if isinstance(mine["backward pass"], Raised):
         return "an error", "an error"
     true = truly()
     names = [name for name in true if name.startswith("gradient")]

@@ -140,11 +140,7 @@ class TestPart1LargeModel:
     def test_peaks_at_one_input_a_block_and_one_inside(self, answer, reference, device, case):
         """Of n blocks: n - 1 inputs (x is the baseline's), the output, its gradient, and that of a
         block's input; besides, the block at work has its inside."""
-        cause = (
-            "the insides of several blocks are there at once, or more than inputs is held: one"
-            " checkpoint around everything, or one for each layer"
-        )
-        check_model(peak, 5, 1, case, 5 + 2, "5 + 2", answer, reference, device, cause)
+        check_model(peak, 5, 1, case, 5 + 2, "5 + 2", answer, reference, device)
 
     @pytest.mark.saves("LargeModel", "held")
     @pytest.mark.parametrize("case", ["plain", FROZEN, "frozen biases"])
@@ -195,7 +191,9 @@ class TestPart1LargeModel:
             yield f"a penalty on gradients, segments of {size}", _penalised(size), None
 
     @pytest.mark.survives("LargeModel", 5)
-    @guarded("the second run reads it as it is by then: in a closure, or on the model")
+    @guarded(
+        "the second run uses what is there by then, and nobody has looked whether it was changed"
+    )
     def test_notices_what_is_changed_between_the_passes(self):
         """Autograd refuses a saved tensor that has changed; a checkpoint saves what it is given."""
         changes = {

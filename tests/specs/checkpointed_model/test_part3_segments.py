@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from kit.laws.checks import check, check_raises
+from kit.laws.checks import check_raises
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
     LATER,
@@ -27,6 +27,15 @@ def cost(layers, size):
     return math.ceil(layers / size) + size
 
 
+@scenarios("ceil(num_layers / s) + s at its best")
+def inputs(answer, device, name, layers):
+    best = min(cost(layers, s) for s in range(1, layers + 1))
+    size = answer.best_segment_size(layers)
+    if type(size) is not int or not 1 <= size <= layers:
+        return f"{size!r} is no whole number from 1 to {layers}", best
+    return best if cost(layers, size) == best else f"{cost(layers, size)}, by s = {size}", best
+
+
 @scenarios("runs of each block, and how often again")
 def runs(answer, device, name, layers, size):
     """Once for its segment, once for its own backward pass; early stopping may spare one."""
@@ -38,18 +47,10 @@ def runs(answer, device, name, layers, size):
 
 class TestPart3Segments:
     @pytest.mark.works("best_segment_size", "least")
-    def test_no_other_size_needs_fewer_inputs(self, answer):
-        """ceil(n / s) + s, compared with all s; for n = s * s only s itself is as good."""
+    @inputs("the last segment may be shorter, and is counted; near the root of the number is best")
+    def test_no_other_size_needs_fewer_inputs(self):
         for layers in (*range(1, 201), 10_000):
-            size = answer.best_segment_size(layers)
-            whole = isinstance(size, int) and 1 <= size <= layers
-            said, cause = f"a whole number from 1 to {layers}", "it is no int, or beyond the layers"
-            check(whole, expected=said, got=repr(size), cause=cause)
-            best = min(range(1, layers + 1), key=partial(cost, layers))
-            said = f"{cost(layers, best)} inputs for {layers} layers, as with size {best}"
-            got = f"{cost(layers, size)} inputs with size {size}"
-            cause = "the last, shorter segment is not counted, or it goes by a rule of thumb"
-            check(cost(layers, size) == cost(layers, best), expected=said, got=got, cause=cause)
+            yield f"{layers} layers", layers
 
     @pytest.mark.exact("LargeModel", "segments")
     @runs("a block is in no segment, or in checkpoints within checkpoints within checkpoints")
@@ -81,14 +82,8 @@ class TestPart3Segments:
         """13 by 7 leaves a last segment of 6 blocks, which counts as one. 25 blocks take only
         2 * sqrt(25) + 1 inputs and an inside."""
         inputs = f"{math.ceil(layers / size)} segments + {size} + 1"
-        cause = (
-            "the recomputation of a segment holds all of its insides (its blocks are not"
-            " checkpointed again), a segment is left out, segment_size is not heeded, or inputs are"
-            " in a cycle of references, such as a function that calls itself, and stay until"
-            " garbage is collected"
-        )
         given = (cost(layers, size) + 1, inputs, answer, reference, device)
-        check_model(peak, layers, size, case, *given, cause)
+        check_model(peak, layers, size, case, *given)
 
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient", LATER])

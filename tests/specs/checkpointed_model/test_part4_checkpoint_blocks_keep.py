@@ -117,7 +117,15 @@ def transformer():
     return [Block(WIDTH, heads=2)]
 
 
-@scenarios("operators that run again")
+def of_keep(got, want):
+    """What is held wrongly, or not held, if it is only one of these."""
+    again, held = ([op for op in a if op not in b] for a, b in ((got, want), (want, got)))
+    if again and not held:
+        return f"in `keep`, and not held: {', '.join(again)}"
+    return f"not in `keep`, and held: {', '.join(held)}" if held and not again else None
+
+
+@scenarios("operators that run again", of_keep)
 def again(answer, device, name, make, keep, looked_at, dtype=None, later=lambda model: model):
     """Those that run more often than in the plain model, in forward and backward together."""
     counts = []

@@ -10,6 +10,7 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
+from kit.laws.equal import same
 from specs.segment_checkpointing import worlds as w
 
 
@@ -22,10 +23,13 @@ def kinds(given):
 
 
 class RanAgain(Exception):
-    """What was changed was used."""
+    """There was a second run although something was changed."""
 
     def __repr__(self):
-        return "a second run, on the changed argument"
+        return f"a second run, {self}"
+
+
+COPY = "on a copy of the argument as it was"
 
 
 class TestPart2Tensors:
@@ -61,20 +65,22 @@ class TestPart2Tensors:
             def step(call, which=which):
                 args, runs = arguments(), []
 
-                def function(a, b, i, scale, weight, rows):
-                    runs.append(1)
+                def function(*given):
+                    runs.append([each.detach().clone() for each in given])
+                    a, b, i, scale, weight, rows = given
                     return (a * b).exp()[i] * scale * weight * rows
 
                 # A partial function has no __name__ for a message.
                 loss = call(partial(function), *args[:-1], args[-1][1:]).sum()
                 loss.backward(retain_graph=True)
                 change((*args, args[0][1:])[which])
+                first, *_ = runs
                 runs.clear()
                 try:
                     loss.backward()
                 finally:
                     if runs:
-                        raise RanAgain
+                        raise RanAgain(COPY if same(runs[-1], first) else "on the changed argument")
 
             yield f"{name} is changed before backward", RuntimeError, step
 

@@ -58,8 +58,10 @@ def runs(answer, device, name, count, segments, want):
 @scenarios("segments + ceil(layers / segments) at its best")
 def peaks(answer, device, name, count):
     sums = {n: n + math.ceil(count / n) for n in range(1, count + 1)}
-    got = answer.best_segments(count)
-    return sums[got] if type(got) is int and got in sums else repr(got), min(sums.values())
+    best, got = min(sums.values()), answer.best_segments(count)
+    if type(got) is not int or got not in sums:
+        return f"{got!r} is no whole number from 1 to {count}", best
+    return best if sums[got] == best else f"{sums[got]}, by {got} segments", best
 
 
 class TestPart3Segments:
