@@ -53,6 +53,8 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     """What is certain of a difference, whatever the answer does; `what` differs, in words."""
     if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
         return "no gradient gets there: something on the way is detached, or has no graph"
+    if what.startswith("kept gradients") and (got is None) != (want is None):
+        return "it was there, and has been cleared" if got is None else "it has not been cleared"
     if isinstance(got, Described) and isinstance(want, Described):
         (*_, graph, held), (*_, no_graph, not_held) = got.kind, want.kind
         belief = certain(got.value, want.value)

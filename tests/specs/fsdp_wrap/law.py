@@ -57,9 +57,11 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
     names = [f"{group}: {name}" for name in GROUPS[group]]
     size = dist.get_world_size()
     found: dict[str, tuple[str, Any] | None] = {}
+    traces: dict[str, Trace] = {}
     for name in names:
         try:
-            found[name] = first(seen(answer, rank, name), alone(name, rank, size))
+            traces[name] = seen(answer, rank, name)
+            found[name] = first(traces[name], alone(name, rank, size))
         except Exception:
             if not any(found.values()):
                 raise
@@ -69,7 +71,7 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
         name, (observable, got) = broken[0], found[broken[0]] or ("", None)
         one = alone(name, rank, size)
         try:
-            _fail(one, observable, got, cause)
+            _fail(one, observable, got, cause, traces[name])
         except SpecFailure as failure:
             law = observable.partition(" ")[0]
             if law in LAWS and one.contributions and not group.startswith("checkpoint"):
@@ -109,7 +111,7 @@ def _alike(got: Any, want: Any, near: float) -> bool:
     return type(got) is type(want) and bool(got == want)
 
 
-def _fail(one: Alone, observable: str, got: Any, cause: str) -> None:
+def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> None:
     __tracebackhide__ = True
     likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
     likely = one.case.cause or likely
@@ -131,7 +133,9 @@ def _fail(one: Alone, observable: str, got: Any, cause: str) -> None:
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         check_close(got, want, what, cause=likely, rtol=1e-4, atol=1e-6, suspects=suspects)
     if want is None or isinstance(want, Tensor):
-        missing = "gradients are cleared after the step, or are never reduced"
+        used = _alike(trace["weights"], one.trace["weights"], 1e-3)
+        missing = "they are never reduced, or cleared before the step has used them"
+        missing = "the step has used them, and they are cleared after it" if used else missing
         number = re.search(r"step (\d+)", observable)
         if number and "fails" in one.case.script[: int(number[1]) - 1]:
             missing = "what the failed step has switched off stays off: nothing is reduced any more"

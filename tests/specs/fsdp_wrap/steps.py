@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.checks import check_bar, check_equal, fail
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import human
@@ -94,12 +94,12 @@ def check_reductions(
     limit = 64 + 4 * len([*make(WIDTH, blocks).parameters()])
     for call in got - want:
         size = call.numel * call.dtype.itemsize
-        check(
-            size <= limit,
-            expected=f"two gathers of each block, one of the root, and else at most {limit} B",
-            got=f"one more {call.kind} of {human(size)}",
-            cause="gradients are sent for the norm, or a unit is gathered once too often",
-        )
+        if size > limit:
+            units = f"two gathers of each block, one of the root, and else at most {limit} B"
+            cause = "no unit has that size: gradients are sent, as for the norm"
+            cause = "a unit is gathered once too often" if call in want else cause
+            got = f"one more {call.kind} of {human(size)}"
+            fail(expected=units, got=got, cause=cause, sure=True)
 
 
 def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:

@@ -29,7 +29,8 @@ def told(got, want):
     """What it means where one of the three is off by just another one."""
     (baseline, peak, retained), beliefs = want, {}
     beliefs[baseline, peak - baseline, retained] = "the peak is a level: the baseline is part of it"
-    beliefs[baseline, peak, retained + baseline] = "retained is what is alive after - before"
+    if retained + baseline:  # 0 would say that nothing was seen
+        beliefs[baseline, peak, retained + baseline] = "retained is what is alive after - before"
     beliefs[baseline, retained, retained] = "the peak is read when the step is over"
     return None if got == want else beliefs.get(got)
 
