@@ -5,8 +5,9 @@
 Cosmic Ray makes the mutants (comparisons, arithmetic, constants, and/or, break/continue, loops
 that do not run, decorators, exception types); two operators here add what it lacks: every
 statement deleted, every condition flipped whole. Each mutant is judged by the specs of its kata in
-a forked child, so that torch is imported once. A mutant that no spec catches is a missing spec, or
-a statement that is not needed, or it is harmless: then tests/bench/survivors.toml says why.
+a forked child, so that torch is imported once, beginning with those of the function that has
+changed. A mutant that no spec catches is a missing spec, or a statement that is not needed, or it
+is harmless: then tests/bench/survivors.toml says why.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
 from rich.console import Console
 
+from kit.answers import blame
+from kit.answers.contract import functions
+from kit.answers.edits import used
+from kit.answers.marks import clause_of
 from kit.catalog import ROOT, Kata, all_katas, find_kata, tomllib
+from kit.laws import suspects
 
 SECONDS = 60  # a mutant that takes longer is caught: it loops
 # These need arguments of their own, or replace annotations only.
@@ -177,15 +183,36 @@ def judge(mutant: Mutant) -> int:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{mutant.kata.name}.py"
             path.write_text(mutant.text, encoding="utf-8")
-            status = _run_specs(mutant.kata, str(path))
+            suspects.catalogue = lambda kata: ([], [])  # nobody reads what the cause is
+            blame._others = lambda answer, function: iter(())
+            status = _run_specs(mutant.kata, str(path), _Order(mutant))
     finally:
         os._exit(status)
 
 
-def _run_specs(kata: Kata, answers: str) -> int:
+class _Order:
+    """Specs of the functions that use the line that has changed come first."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        source = mutant.kata.solution.read_text(encoding="utf-8")
+        changed = [
+            node.name
+            for node in ast.parse(source).body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and node.lineno <= mutant.line <= (node.end_lineno or 0)
+        ]
+        public = {name.partition(".")[0] for name in functions(mutant.kata.solution)}
+        self.first = {name for name in public if used(source, name, frozenset(public)) & {*changed}}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """They are sorted, and else in their order."""
+        items.sort(key=lambda item: clause_of(item)[0].partition(".")[0] not in self.first)
+
+
+def _run_specs(kata: Kata, answers: str, *plugins: object) -> int:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         options = ["-x", "-q", "-p", "no:randomly", "--timeout=30"]
-        return int(pytest.main([*options, f"--answers={answers}", str(kata.specs)]))
+        return int(pytest.main([*options, f"--answers={answers}", str(kata.specs)], plugins))
 
 
 def needs_cuda(mutant: Mutant) -> bool:
@@ -240,7 +267,9 @@ def main(names: list[str]) -> int:
         alive = survivors(todo, console)
         reasons = explained.get(kata.name, {})
         new = [mutant for mutant in alive if mutant.change not in reasons]
-        gone = set(reasons) - {mutant.change for mutant in alive}
+        gone = set(reasons) - {
+            mutant.change for mutant in alive + [m for m in made if m not in todo]
+        }
         console.print(
             f"{kata.name}: {len(todo) - len(alive)} of {len(todo)} caught, {len(alive)} survive, "
             f"{len(new)} of them unexplained, in {time.monotonic() - start:.0f} s"
