@@ -24,6 +24,8 @@ from kit.laws.checks import UNTOUCHED, SpecFailure, notes_of
 # "Counter() takes no arguments": how Python says that a call does not fit.
 _MISFIT = re.compile(r"^([A-Za-z_][\w.]*)\(\) (?:got|takes|missing) ")
 
+_ENGINE = "torch/autograd/graph.py"  # what runs a backward pass
+
 # What an answer may raise so that pytest takes the spec for something else than failed.
 _ENDINGS = ("Skipped", "SkipTest", "XFailed", "Exit", "KeyboardInterrupt")
 
@@ -205,7 +207,7 @@ def _missing(name: str, judged: Judged) -> Problem:
 
 
 def _misfit(error: TypeError, judged: Judged) -> Problem | None:
-    """A call that does not fit the signature, where that is not the one of the reference."""
+    """A call that does not fit: a signature that is not the reference's, or a function besides."""
     found = _MISFIT.match(str(error))
     name = found.group(1).removesuffix(".__init__") if found else judged.function
     wanted = source.signature(judged.reference, name)
@@ -215,6 +217,9 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
         mine = f"{name}()"  # a class without a constructor
     constructor = source.find(judged.path, f"{name}.__init__")
     place = constructor if constructor.line else place
+    if wanted is None and mine is not None:
+        cause = f"{name} is called with other arguments than it can take"
+        return Problem("error", _said(error), "no error", cause, sure=True, **place.fields())
     if wanted is None or mine is None or wanted == mine:
         return None
     cause = f"the signature is not the one of the stub ({error})"
@@ -252,6 +257,14 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
     got = _said(error)
+    if frame.f_code.co_filename.endswith(_ENGINE):
+        cause = (
+            "what the backward pass finds does not fit: a dtype, a shape, or a graph that is gone"
+        )
+        if is_without_graph := "does not require grad" in str(error):
+            cause = "what your code has returned has no graph: it is detached, or was made without"
+        expected = "no error in the backward pass"
+        return Problem("error", got, expected, cause, sure=is_without_graph, **here)
     where = f"{shown(Path(frame.f_code.co_filename))}:{line}"
     return Problem(
         "error",

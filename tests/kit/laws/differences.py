@@ -32,7 +32,7 @@ def beside(one: Tensor, other: Tensor) -> bool:
 def differences(got: object, want: object) -> str:
     """`got` in a few words, and how it differs from `want`: NaN, zero, a multiple, or where."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
-        return str(got)
+        return show(got) if isinstance(got, Tensor) else str(got)
     if not beside(got, want):
         return f"a tensor on {got.device}, not on {want.device}"
     got = got.to(want.device)
@@ -53,15 +53,19 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     """What is certain of a difference, whatever the answer does; `what` differs, in words."""
     if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
         return "no gradient gets there: something on the way is detached, or has no graph"
+    if isinstance(got, Tensor) and want is None and what.startswith("gradient"):
+        if not bool(got.any()):
+            return "zeros are there, where there should be no gradient"
+        return "a gradient where there should be none: requires_grad is switched on, or it is old"
     if what.startswith("kept gradients") and (got is None) != (want is None):
         return "it was there, and has been cleared" if got is None else "it has not been cleared"
     if isinstance(got, Described) and isinstance(want, Described):
         (*_, graph, held), (*_, no_graph, not_held) = got.kind, want.kind
         belief = certain(got.value, want.value)
+        if graph and not no_graph and (belief or torch.equal(got.value, want.value)):
+            return "the number is right, and keeps its graph: detach it"
         if belief or not torch.equal(got.value, want.value):
             return belief
-        if graph and not no_graph:
-            return "the number is right, and keeps its graph: detach it"
         if held and not not_held:
             return f"the number is right, and a view that keeps {held} bytes: copy it"
         return None

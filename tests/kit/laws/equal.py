@@ -79,6 +79,8 @@ def whence(got: object, want: object, before: object = None) -> str | None:
         return None
     there = [key for key in want if key in got]
     key = next((key for key in there if not same(got[key], want[key])), None)
+    if len(there) < min(len(got), len(want)):
+        return "names are missing, and others are there: these are changed, or paired with others"
     if key is None and len(got) == len(there) < len(want):
         return "all else is there, and right: these are left out"
     known = before if isinstance(before, dict) else {}

@@ -174,7 +174,11 @@ class Law:
         if not found and not is_named(got, want):
             asked = f"one that holds {in_words(want['_world'].mentions)}"
             found.append(Difference(scenario, "message", asked, str(got["_error"])))
-        return sorted(found, key=lambda d: (self._clause(d) != clause, self._rank(d)))
+        # What differs at a step has made all later ones differ.
+        first = min((_step(d) for d in found if _step(d)), default=0)
+        return sorted(
+            found, key=lambda d: (_step(d) > first, self._clause(d) != clause, self._rank(d))
+        )
 
     def _clause(self, difference: Difference) -> str | int:
         """The clause of the contract about it."""
@@ -304,6 +308,12 @@ class Law:
         """All that is otherwise than it should be."""
         pattern = {name: v for name, v in got.items() if self._is_otherwise(name, got, want)}
         return pattern if is_named(got, want) else pattern | {"message": "another"}
+
+
+def _step(difference: Difference) -> int:
+    """The number of the step or the result that it is seen in; 0 where it is in none."""
+    number = re.search(r" (?:at step|of result) (\d+)", difference.observable)
+    return int(number[1]) if number else 0
 
 
 def _is_seen(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ import linecache
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -68,6 +69,12 @@ def hang(
 def is_consequence(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
     return isinstance(error, RuntimeError) and bool(re.search(RANK_IS_GONE, str(error)))
+
+
+def is_said_by(error: BaseException, file: str) -> bool:
+    """Whether a line of the file raises it: so it may speak of what another rank has met with."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename == file
 
 
 def death(number: int, end: Dead) -> SpecFailure:

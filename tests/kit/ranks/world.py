@@ -34,6 +34,7 @@ from kit.ranks.rank_failures import (
     death,
     hang,
     is_consequence,
+    is_said_by,
     is_waiting,
     main_stack,
     out_of_step,
@@ -214,6 +215,8 @@ class World:
                 bars = end.bars if len(errors) == 1 else bars
         checks.bars.extend(bars)
         own = [error for error in errors if not is_consequence(error)]
+        if not any(isinstance(error, checks.SpecFailure) for error in own):
+            own.sort(key=lambda error: is_said_by(error, str(answer.__file__)))
         return next(iter(own or errors), None)
 
     def _stacks(self, rank: _Rank) -> Path:

@@ -48,7 +48,7 @@ class TestPart2Recompute:
         yield "a number and a word by position", chain(mixers, FLOAT, 3, "word")
         yield "keyword arguments", chain(mixers, FLOAT, name="early", flag=True)
         yield "integers and complex numbers", chain(mixers, INT, COMPLEX)
-        yield "x without gradient", chain(noisy, grad=False)
+        yield "x without gradient", chain(lambda: [Noisy()], grad=False)
         yield "a module in eval mode", chain(lambda: [Noisy().eval()])
         through = lambda run, block, x: run(lambda x: (x + block(x), x, x[1:]), x, state=[block])  # noqa: E731
         yield "x and a part of it come back", chain(lambda: [Noisy()], call=through)
@@ -62,6 +62,7 @@ class TestPart2Recompute:
         """As tensor parallelism draws dropout: a generator for what differs between ranks."""
         yield "torch's own stream", chain(lambda: [Noisy()])
         yield "two generators, and torch's own", chain(noisy)
+        yield "generators, and x without gradient", chain(noisy, grad=False)
         yield "two blocks with one generator", chain(_one_generator)
         yield "three calls inside of one", chain(lambda: [Noisy(7)], call=_three_inside), None
         state = lambda block: [*block.generators, torch.default_generator] * 2  # noqa: E731

@@ -70,7 +70,7 @@ class TestPart1Build:
     @pytest.mark.survives("build", 1)
     def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
         cause = "numbers are drawn that one process does not draw, or ranks are seeded apart"
-        world.run(answer, ranks_build.built_has, "the next random number", cause)
+        world.run(answer, ranks_build.built_has, ranks_build.STREAM, cause)
 
     @pytest.mark.survives("build", "together")
     def test_every_rank_raises_where_one_cannot_build(self, answer, world):
