@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from desk import events, source
 from desk.events import Broken, Chart, Collected, Finished, Outcome, Problem, Spec, Started
@@ -119,6 +120,24 @@ def test_what_the_spec_cannot_use_is_told_with_the_definition(judged):
     assert problem.expected == "what the docstring of mean promises"
     assert "'NoneType' object has no attribute 'item'" in problem.got
     assert problem.source.startswith("def mean(")
+
+
+def test_an_error_of_a_backward_pass_is_told_as_one(judged):
+    mine = judged(in_mean("return None"))
+    problem = told(mine, lambda module: torch.ones(1).sum().backward())
+    assert problem.expected == "no error in the backward pass"
+    assert problem.cause.startswith("what your code has returned has no graph")
+    twice = torch.ones(1, requires_grad=True).exp().sum()
+    twice.backward()
+    assert not told(mine, lambda module: twice.backward()).sure
+
+
+def test_a_call_that_a_function_besides_the_contract_cannot_take_is_told_with_it(judged):
+    mine = judged(SOLUTION + "\n\ndef _own(a):\n    return a\n")
+    problem = told(mine, lambda module: module._own(1.0, a=2.0))
+    assert "multiple values for argument 'a'" in problem.got
+    assert problem.cause == "_own is called with other arguments than it can take"
+    assert problem.source == "def _own(a):"
 
 
 def test_the_cause_of_an_error_leads_to_the_line(judged):

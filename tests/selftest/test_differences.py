@@ -59,6 +59,10 @@ ONE, TWO = T([1.0, 0.1]), T([2.0, 0.2])
         ({"a": ONE}, "all else is there, and right: these are left out"),
         ({"a": ONE, "b": TWO, "c": ONE}, "what was there before has stayed"),
         ({"a": ONE, "b": TWO, "d": ONE}, ""),
+        (
+            {"a": ONE, "d": TWO},
+            "names are missing, and others are there: these are changed, or paired with others",
+        ),
         ({"a": TWO}, ""),
         ({"a": ONE, "b": ONE * 3}, ""),
         ({"a": ONE, "b": ONE + 1j}, ""),
@@ -82,6 +86,7 @@ def test_what_differs_says_itself_whence_it_comes(got, words):
         (T([1.0, 2.000001]).double(), T([1.0, 2.0]).double(), "on the way is in float32"),
         (described(torch.ones(999)[3]), described(T(1.0)), "a view that keeps 3996 bytes: copy"),
         (described(T(1.0, requires_grad=True)), described(T(1.0)), "keeps its graph: detach it"),
+        (described(T(1.000001, requires_grad=True)), described(T(1.0)), "graph: detach it"),
         (T([1.0, 2.1]), T([1.0, 2.0]), None),
         (torch.zeros(2), torch.zeros(2).double(), None),  # zeros say nothing
         (ONE, None, None),
@@ -90,6 +95,21 @@ def test_what_differs_says_itself_whence_it_comes(got, words):
 def test_what_is_nearly_right_says_what_is_wrong_with_it(got, want, words):
     found = certain(got, want)
     assert found is None if words is None else re.search(words, found)
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "what", "words"),
+    [
+        (None, ONE, "gradient of x", "no gradient gets there"),
+        (ONE, None, "gradient of x", "a gradient where there should be none"),
+        (0 * ONE, None, "gradient of x", "zeros are there"),
+        (None, ONE, "kept gradients of x", "it was there, and has been cleared"),
+        (ONE, None, "kept gradients of x", "it has not been cleared"),
+    ],
+)
+def test_a_gradient_that_is_there_or_not_there_says_what_is_wrong_with_it(got, want, what, words):
+    assert certain(got, want, what).startswith(words)
+    assert differences(ONE, None) == "[1, 0.1] (float32, shape (2,))"
 
 
 def test_a_factor_that_is_no_simple_number_is_told_of_tensors_only():

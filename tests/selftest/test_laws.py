@@ -245,6 +245,32 @@ def test_what_a_spec_yields_is_tried_in_what_is_in_force_there():
     assert torch.is_grad_enabled()
 
 
+class Passes:
+    @sees("a guess")
+    def spec(self):
+        yield "one that works", True, lambda: True
+        yield "no graph", True, lambda: torch.ones(1).sum().backward()
+        yield "one that works too", True, lambda: True
+
+
+def test_an_error_of_a_backward_pass_is_seen_like_a_value():
+    words = r"no error in the backward pass\n  got       RuntimeError: element 0 of tensors"
+    with pytest.raises(SpecFailure, match=words) as failure:
+        Passes().spec(None, torch.device("cpu"))
+    assert (failure.value.cause, failure.value.scenario) == (
+        "a guess",
+        "no graph (1 of 3 scenarios)",
+    )
+
+
+def test_what_differs_at_a_step_is_shown_before_what_differs_later():
+    law = importlib.import_module("specs.gradient_accumulation.laws").EPOCH
+    want = {"outcome": "returns", "_world": law.base(), "_error": None}
+    want |= {"gradients at step 3": 1, "rate at step 2": 1, "weights": 1}
+    found = law._differences("", {**want, "gradients at step 3": 2, "rate at step 2": 2}, want, "")
+    assert [each.observable for each in found] == ["rate at step 2", "gradients at step 3"]
+
+
 def _laws():
     for kata in all_katas():
         if (kata.specs / "laws.py").is_file():

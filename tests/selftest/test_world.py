@@ -105,6 +105,11 @@ def test_of_two_errors_that_of_the_lower_rank_is_raised(ours, bad):
         ours.run(bad, programs.value_errors)
 
 
+def test_of_two_errors_one_that_the_answer_has_not_raised_itself_is_raised(ours, bad):
+    with pytest.raises(OSError, match="no/such/file"):
+        ours.run(bad, programs.one_tells_of_another)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "text"),
     [

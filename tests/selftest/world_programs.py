@@ -51,6 +51,12 @@ def speak(rank):
     print("no end", end="")
 
 
+def tells_of_another(rank):
+    if rank == 1:
+        torch.load("no/such/file")
+    raise ValueError("another rank has failed")
+
+
 def value_error(rank):
     raise ValueError(f"bad {rank}")
 
@@ -149,6 +155,10 @@ def on_rank_0(answer, rank, name, *given):
 
 def on_rank_1_while_0_reduces(answer, rank, name, *given):
     call(answer, rank, name, *given, ranks=(1,), others="reduce")
+
+
+def one_tells_of_another(answer, rank):
+    answer.tells_of_another(rank)
 
 
 def value_errors(answer, rank):

@@ -174,11 +174,12 @@ class Law:
         if not found and not is_named(got, want):
             asked = f"one that holds {in_words(want['_world'].mentions)}"
             found.append(Difference(scenario, "message", asked, str(got["_error"])))
-        # What differs at a step has made all later ones differ.
-        first = min((_step(d) for d in found if _step(d)), default=0)
-        return sorted(
-            found, key=lambda d: (_step(d) > first, self._clause(d) != clause, self._rank(d))
-        )
+        found.sort(key=lambda d: (self._clause(d) != clause, self._rank(d)))
+        # What differs at a step makes later ones differ.
+        steps = [_step(d) for d in found if _step(d)]
+        if found and _step(found[0]) > min(steps, default=0):
+            found.sort(key=lambda d: _step(d) != min(steps))
+        return found
 
     def _clause(self, difference: Difference) -> str | int:
         """The clause of the contract about it."""

@@ -153,6 +153,7 @@ class Side:
 
 # What it means if nothing that comes before these is wrong.
 MEANS = {
+    "masters in the optimizer": "the optimizer has other tensors than `masters`: put values there",
     "masters": None,
     "weights": "the masters are right, and the model's weights are not these, rounded",
     "float32 gradients kept": "the masters keep their gradients, 4 bytes a parameter",

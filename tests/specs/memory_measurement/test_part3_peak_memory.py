@@ -32,6 +32,8 @@ def told(got, want):
     if retained + baseline:  # 0 would say that nothing was seen
         beliefs[baseline, peak, retained + baseline] = "retained is what is alive after - before"
     beliefs[baseline, retained, retained] = "the peak is read when the step is over"
+    if got[0] == 0 < baseline:
+        return "what exists before the step is not in the baseline"
     return None if got == want else beliefs.get(got)
 
 
