@@ -72,9 +72,11 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_said_by(error: BaseException, file: str) -> bool:
-    """Whether a line of the file raises it: so it may speak of what another rank has met with."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_code.co_filename == file
+    """Whether a `raise` in the file raises it: it may speak of what another rank has met with."""
+    frames = [*walk_tb(error.__traceback__)]
+    if not frames or frames[-1][0].f_code.co_filename != file:
+        return False
+    return linecache.getline(file, frames[-1][1]).strip().startswith("raise")
 
 
 def death(number: int, end: Dead) -> SpecFailure:

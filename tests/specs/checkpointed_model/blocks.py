@@ -1,5 +1,6 @@
 """Blocks with a state of their own, and chains of them in which each step is tried."""
 
+from collections import namedtuple
 from contextlib import suppress
 from functools import partial
 
@@ -119,16 +120,31 @@ NORMS = {
 }
 
 
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def kind(value):
+    """The type of a value, and of what is in it."""
+    name = "Tensor" if isinstance(value, Tensor) else type(value).__name__
+    inside = value.values() if isinstance(value, dict) else value
+    return (
+        f"{name}({', '.join(map(kind, inside))})"
+        if isinstance(value, (tuple, list, dict))
+        else name
+    )
+
+
 class Mixer(nn.Module):
     """A block that takes and returns all kinds of things, and notes which arguments it has had."""
 
     def __init__(self):
         super().__init__()
-        self.up, self.heard = nn.Linear(WIDTH, WIDTH), set()
+        self.up, self.heard, self.kinds = nn.Linear(WIDTH, WIDTH), set(), set()
 
     def forward(self, that, *more, name="", **rest):
         named = {f"argument_{number}" for number, _ in enumerate(more, 2)}
         self.heard = self.heard | {*named, *rest, *(["name"] if name else [])}
+        self.kinds = self.kinds | {kind(more), *(f"{n}: {kind(part)}" for n, part in rest.items())}
         hidden = F.dropout(torch.tanh(self.up(that)), 0.25, self.training)
         for part in tree_leaves((more, rest)):
             if isinstance(part, (Tensor, float)):
@@ -279,8 +295,11 @@ def seen(build, run, prepare, device, any_error=False):
     """What is seen of a step, and which arguments reached a Mixer."""
     step = build(run, prepare, device)
     found = see(step, device, any_error)
-    heard = set().union(*[getattr(module, "heard", ()) for module in step.model.modules()])
-    return found | {"arguments": sorted(heard)}
+    heard, kinds = (
+        sorted(set().union(*[getattr(module, name, ()) for module in step.model.modules()]))
+        for name in ("heard", "kinds")
+    )
+    return found | {"arguments": heard, "types of the arguments in all runs": kinds}
 
 
 def _check_heard(mine, true, name):

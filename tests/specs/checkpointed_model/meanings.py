@@ -27,6 +27,10 @@ def meaning(got, want):
         return STREAM
     if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
         return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
+    if name.startswith("runs in the backward pass"):
+        if got[name] == [2 * count for count in want[name]] and any(got[name]):
+            return "every block runs again twice: there is a checkpoint inside a checkpoint"
+        return "nothing runs again: the call is a plain one here" if not any(got[name]) else None
     if name.startswith("runs in the forward pass"):
         *others, last = got[name]
         return LAST_BLOCK if others and not any(others) and last == sum(want[name]) else None

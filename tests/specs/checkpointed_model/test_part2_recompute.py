@@ -15,6 +15,7 @@ from specs.checkpointed_model.blocks import (
     Nest,
     Noisy,
     Normed,
+    Pair,
     call,
     chain,
     counting,
@@ -48,6 +49,7 @@ class TestPart2Recompute:
         yield "a number and a word by position", chain(mixers, FLOAT, 3, "word")
         yield "keyword arguments", chain(mixers, FLOAT, name="early", flag=True)
         yield "integers and complex numbers", chain(mixers, INT, COMPLEX)
+        yield "a namedtuple", chain(mixers, Pair(FLOAT, 3))
         yield "x without gradient", chain(lambda: [Noisy()], grad=False)
         yield "a module in eval mode", chain(lambda: [Noisy().eval()])
         through = lambda run, block, x: run(lambda x: (x + block(x), x, x[1:]), x, state=[block])  # noqa: E731

@@ -19,6 +19,7 @@ from specs.checkpointed_model.blocks import (
     Nest,
     Noisy,
     Normed,
+    Pair,
     chain,
     checkpointed,
     failed,
@@ -158,7 +159,7 @@ class TestPart4CheckpointBlocks:
         yield "x by keyword", chain(mixers, call=lambda run, block, x: block(that=x)), [2]
         kinds = {"shift": FLOAT, "both": [FLOAT, torch.complex64], "extra": {"d": FLOAT}}
         yield "tensors by keyword", chain(mixers, name="late", **kinds), [2]
-        yield "tensors by position", chain(mixers, FLOAT, (FLOAT, 3)), [2]
+        yield "tensors by position", chain(mixers, FLOAT, Pair(FLOAT, 3)), [2]
 
     @pytest.mark.survives("checkpoint_blocks", 4)
     @checkpointed("something in the copy, such as a closure, still belongs to the original block")

@@ -201,9 +201,9 @@ def norms(one: Alone) -> dict[str, Tensor]:
     groups = one.optimizer.param_groups[0]["params"]
     ranks, place = len(one.members), one.members.index(one.rank)
 
-    def mine(grad: Tensor) -> Tensor:
+    def shard(grad: Tensor, of: int) -> Tensor:
         rows = math.ceil(len(grad) / ranks)
-        return grad[place * rows : (place + 1) * rows]
+        return grad[of * rows : (of + 1) * rows]
 
     def norm(grads: Any) -> Tensor:
         return torch.stack([g.norm() for g in grads]).norm()
@@ -211,8 +211,11 @@ def norms(one: Alone) -> dict[str, Tensor]:
     want = norm(distinct.values())
     found = {
         "it is not over all shards of all ranks, but over this rank's": norm(
-            map(mine, distinct.values())
+            shard(p, place) for p in distinct.values()
         ),
+        "the ranks' norms are added up, and not their squares": torch.stack(
+            [norm(shard(p, r) for p in distinct.values()) for r in range(ranks)]
+        ).sum(),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
         "a tied parameter is counted under each of its names": norm(there.values()),
         "it is over one group of the optimizer's parameters only": norm(

@@ -39,6 +39,7 @@ class TestPart2AccumulateTokens:
                 "the sum over the tokens is not divided by their number": rows(12, 4),
                 "a step for each micro-batch": rows(9, 2),
                 "the targets are shifted once more; they are already": rows(4, 0),
+                "the targets are shifted once more, and counted before that": rows(2, 0),
                 "means weighted by samples: count labelled tokens": rows(1, 3),
             },
         )

@@ -154,6 +154,20 @@ FACTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@torch.no_grad()
+def _drawn_first(kind: str) -> nn.Module:
+    """As alone(), but what has been initialised once stays as it is."""
+    drawn: dict[nn.Parameter, Tensor] = {}
+
+    def modules(model: nn.Module) -> Iterable[nn.Module]:
+        for module in model.modules():
+            yield module  # and init is called on it
+            for p in module.parameters(recurse=False):
+                p.copy_(drawn.setdefault(p, p.clone()))
+
+    return alone(kind, order=modules)
+
+
 def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
     """What well-known mistakes give."""
     ranks = mesh().size()
@@ -165,6 +179,9 @@ def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
             alone(kind, order=lambda m: [x for x in m.modules() if has_own(x)])
         ),
         "the generator begins with its seed once more": values(alone(kind, drawn=0)),
+        "of a tied parameter the first module's numbers count, not the last one's": values(
+            _drawn_first(kind)
+        ),
         "every rank takes the first rows": {
             name: torch.cat([value.chunk(ranks)[0]] * ranks)[: len(value)] if value.dim() else value
             for name, value in want.items()
