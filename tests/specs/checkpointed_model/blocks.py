@@ -13,7 +13,7 @@ from kit.laws.checks import check_equal, check_raises, fail
 from kit.laws.scenarios import once, scenarios
 from kit.laws.untouched import observed
 from kit.private_torch import tree_leaves, tree_map
-from specs.checkpointed_model.meanings import meaning
+from specs.checkpointed_model.meanings import TYPES, meaning
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
 
@@ -299,7 +299,7 @@ def seen(build, run, prepare, device, any_error=False):
         sorted(set().union(*[getattr(module, name, ()) for module in step.model.modules()]))
         for name in ("heard", "kinds")
     )
-    return found | {"arguments": heard, "types of the arguments in all runs": kinds}
+    return found | {"arguments": heard, TYPES: kinds}
 
 
 def _check_heard(mine, true, name):

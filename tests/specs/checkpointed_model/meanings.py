@@ -11,6 +11,7 @@ STREAM = (
 LAST_BLOCK = (
     "every block runs the last one: a function looks up the variable of a loop when it is late"
 )
+TYPES = "types of the arguments in all runs"
 WAYS = "precisions and modes of all runs"
 
 
@@ -27,6 +28,10 @@ def meaning(got, want):
         return STREAM
     if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
         return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
+    if name == TYPES:
+        return (
+            "the second run is handed other types: a container is made anew as one of another type"
+        )
     if name.startswith("runs in the backward pass"):
         if got[name] == [2 * count for count in want[name]] and any(got[name]):
             return "every block runs again twice: there is a checkpoint inside a checkpoint"
