@@ -29,6 +29,11 @@ def targets_in_bfloat16(w):
     w.batches = [(x, y.bfloat16()) for x, y in w.batches]
 
 
+def inside_another(w):
+    """The caller is inside an autocast of the other dtype, which keeps copies of the weights."""
+    twists.inside_autocast({torch.bfloat16: torch.float16}.get(w.dtype, torch.bfloat16))(w)
+
+
 @scenarios("learning rate")
 def follows(answer, device, name, want, *options):
     *numbers, rule = options
@@ -105,6 +110,7 @@ class TestPart5MixedPrecision:
             twists.inside_its_own_autocast,
             tag("the caller's autocast"),
         )
+        yield "inside another autocast", inside_another, tag("the caller's autocast")
 
     @pytest.mark.exact("train_epoch", 4)
     @EPOCH.spec("fp16")
