@@ -113,12 +113,10 @@ bars: list[Bar] = []
 Suspects = Mapping[str, object]
 
 
-def fail(
-    *, expected: str, got: object, cause: str, sure: bool = False, clause: str | int = ""
-) -> NoReturn:
+def fail(*, expected: str, got: object, cause: str, sure: bool = False) -> NoReturn:
     """End the spec: the answer is wrong."""
     __tracebackhide__ = True
-    raise SpecFailure(expected, str(got), cause, sure, clause)
+    raise SpecFailure(expected, str(got), cause, sure)
 
 
 def check(ok: bool, *, expected: str, got: object, cause: str) -> None:

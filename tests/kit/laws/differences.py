@@ -45,6 +45,9 @@ def differences(got: object, want: object) -> str:
 # Where two sums differ by less than this, somebody has rounded.
 _ROUNDED = 1e-5
 
+# What 16 bits can tell apart.
+_DIGITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
 # The root of the largest float32.
 _ROOT = 1.8e19
 
@@ -77,7 +80,8 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     if bool(mine.isinf().any() & true.isfinite().all() & (true.abs().max() > _ROOT)):
         return "it overflows on the way: in 16 bits, or as a square of more than 1e19 in float32"
     off = (mine - true.to(mine.device)).norm()
-    if not bool(off <= _ROUNDED * true.norm()) or not bool(true.any()):
+    digits = _ROUNDED if got.dtype == want.dtype else _DIGITS.get(got.dtype, _ROUNDED)
+    if not bool(off <= digits * true.norm()) or not bool(true.any()):
         return None
     if got.dtype != want.dtype:
         kinds = [str(t.dtype).removeprefix("torch.") for t in (got, want)]

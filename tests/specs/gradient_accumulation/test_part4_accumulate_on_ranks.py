@@ -39,7 +39,7 @@ class TestPart4AccumulateOnRanks:
             "both ranks' shares",
             cause="the shares are not sums over the rank's tokens by the tokens of all",
             suspects={
-                "each rank returns its own mean": mean,
+                "each rank returns a mean (its own, or that of all), and not its share": mean,
                 "each rank returns the mean of what all return": mean / 2,
             },
         )
