@@ -111,8 +111,8 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
 
 
 def adamax(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """Its rate is a tensor."""
-    return torch.optim.Adamax(parameters, torch.tensor(lr))
+    """Its rate is a tensor; a step moves weights even where gradients are zero."""
+    return torch.optim.Adamax(parameters, torch.tensor(lr), weight_decay=0.1)
 
 
 def step(model: nn.Module, optimizer: Optimizer, number: int) -> float:
