@@ -19,12 +19,12 @@ from desk.source import Place
 from kit.answers import contract
 from kit.catalog import shown
 from kit.laws.checks import UNTOUCHED, SpecFailure, notes_of
+from kit.memory.gpu import ends_the_gpu
+from kit.private_torch import ENGINE
 
 # "train_step() got an unexpected ...", "Writer.__init__() missing 1 required ...",
 # "Counter() takes no arguments": how Python says that a call does not fit.
 _MISFIT = re.compile(r"^([A-Za-z_][\w.]*)\(\) (?:got|takes|missing) ")
-
-_ENGINE = "torch/autograd/graph.py"  # what runs a backward pass
 
 # What an answer may raise so that pytest takes the spec for something else than failed.
 _ENDINGS = ("Skipped", "SkipTest", "XFailed", "Exit", "KeyboardInterrupt")
@@ -145,11 +145,6 @@ def _timeout(judged: Judged, place: Place | None, here: dict[str, Any]) -> Probl
     return Problem("time-out", got, f"{what} within {judged.limit:g} s", cause, **here)
 
 
-def ends_the_gpu(error: BaseException) -> bool:
-    """Whether this process cannot use its GPU any more: each later call raises the same."""
-    return "device-side assert" in str(error)
-
-
 def _end_of_the_gpu(error: BaseException, here: dict[str, Any]) -> Problem:
     cause = (
         "an index or a label is out of range; a GPU says so late, so the line may be a later one."
@@ -257,7 +252,7 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
     got = _said(error)
-    if frame.f_code.co_filename.endswith(_ENGINE):
+    if frame.f_code.co_filename == ENGINE:
         cause = (
             "what the backward pass finds does not fit: a dtype, a shape, or a graph that is gone"
         )

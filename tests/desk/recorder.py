@@ -25,13 +25,14 @@ from desk.events import (
     Spec,
     Started,
 )
-from desk.explain import Judged, ends_the_gpu, explain, place_in
+from desk.explain import Judged, explain, place_in
 from desk.verdict import part_of
 from kit import catalog
 from kit.answers import contract, loading
 from kit.answers.loading import Answer
 from kit.answers.marks import clause_of, group_of
 from kit.catalog import Kata, Section
+from kit.memory.gpu import ends_the_gpu
 from kit.memory.ruler import human
 from kit.ranks.world import needs_world
 

@@ -306,6 +306,9 @@ def collective_count(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
 
 
+ENGINE = torch.autograd.graph.__file__
+"""The file in which Python sees a backward pass fail that native code runs: no type tells one."""
+
 WAITS = r"torch/(distributed|nn/parallel|autograd)/"
 """Python files of torch in which a rank waits for others: no call tells what a rank waits for."""
 

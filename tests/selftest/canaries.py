@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -429,6 +430,25 @@ def canary_WAITS():
             assert re.search(private.WAITS, _files(call)[-1]), call
     assert not re.search(private.WAITS, _files(lambda: torch.ones(2))[-1])
     assert not re.search(private.WAITS, _files(lambda: nn.Linear(2, 2)(torch.ones(2)))[-1])
+
+
+def canary_ENGINE():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("by a line of Python")
+
+    def last_file(loss):
+        with pytest.raises(RuntimeError) as caught:
+            loss.backward()
+        return caught.traceback[-1].frame.code.raw.co_filename
+
+    assert last_file(torch.ones(1).sum()) == private.ENGINE
+    assert last_file(Fails.apply(torch.ones(1, requires_grad=True)).sum()) == __file__
 
 
 def canary_PASSES_ON():

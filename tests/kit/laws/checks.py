@@ -233,7 +233,7 @@ def check_raises(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
                 cause="the message does not say which value was wrong"
-                if _is_raised_on_purpose(error)
+                if is_raised_on_purpose(error)
                 else "nothing checks it: it is used, and that fails",
             )
         if not torch.equal(stream, torch.get_rng_state()):
@@ -275,7 +275,7 @@ def check_bar(
     )
 
 
-def _is_raised_on_purpose(error: BaseException) -> bool:
+def is_raised_on_purpose(error: BaseException) -> bool:
     """Whether the innermost line is a `raise`; where native code has raised it is not."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return linecache.getline(frame.f_code.co_filename, line).strip().startswith("raise")

@@ -59,7 +59,7 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     if isinstance(got, Tensor) and want is None and what.startswith("gradient"):
         if not bool(got.any()):
             return "zeros are there, where there should be no gradient"
-        return "a gradient where there should be none: requires_grad is switched on, or it is old"
+        return "a gradient where there should be none"
     if what.startswith("kept gradients") and (got is None) != (want is None):
         return "it was there, and has been cleared" if got is None else "it has not been cleared"
     if isinstance(got, Described) and isinstance(want, Described):

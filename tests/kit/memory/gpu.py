@@ -27,6 +27,11 @@ def prepare(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def ends_the_gpu(error: BaseException) -> bool:
+    """Whether this process cannot use its GPU any more: each later call raises the same."""
+    return "device-side assert" in str(error)
+
+
 def _split_blocks_exactly() -> None:
     # Without this the allocator hands out, and counts, a free block above 1 MiB whole where up to
     # 1 MiB more was free than was asked for: the same step would read differently.

@@ -15,7 +15,7 @@ from typing import Any
 
 from tblib import Traceback
 
-from kit.laws.checks import SpecFailure
+from kit.laws.checks import SpecFailure, is_raised_on_purpose
 from kit.private_torch import GLOO_ABORTS, PASSES_ON, RANK_IS_GONE, WAITS
 from kit.ranks.rank import Report
 
@@ -73,10 +73,8 @@ def is_consequence(error: BaseException) -> bool:
 
 def is_said_by(error: BaseException, file: str) -> bool:
     """Whether a `raise` in the file raises it: it may speak of what another rank has met with."""
-    frames = [*walk_tb(error.__traceback__)]
-    if not frames or frames[-1][0].f_code.co_filename != file:
-        return False
-    return linecache.getline(file, frames[-1][1]).strip().startswith("raise")
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_code.co_filename == file and is_raised_on_purpose(error)
 
 
 def death(number: int, end: Dead) -> SpecFailure:

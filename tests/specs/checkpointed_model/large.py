@@ -187,7 +187,8 @@ def of_model(reads, module, layers, size, device, case):
         with torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
             return model(x, mask=mask)
 
-    return reads(model, x, forward, **({"retain": True} if case == RETAINED else {}))
+    retains = {"retain": True} if reads is peak and case == RETAINED else {}
+    return reads(model, x, forward, **retains)
 
 
 @functools.cache

@@ -29,9 +29,7 @@ def meaning(got, want):
     if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
         return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
     if name == TYPES:
-        return (
-            "the second run is handed other types: a container is made anew as one of another type"
-        )
+        return "a block is handed another type than was given: a container is made anew as another"
     if name.startswith("runs in the backward pass"):
         if got[name] == [2 * count for count in want[name]] and any(got[name]):
             return "every block runs again twice: there is a checkpoint inside a checkpoint"

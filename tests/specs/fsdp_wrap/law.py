@@ -82,16 +82,18 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
 
 def first(got: Trace, one: Alone) -> tuple[str, Any] | None:
     """The first thing that is not as it should be, and what it is."""
-    want = one.trace
+    wrong = (name for name in [*one.trace, *got] if not _is_right(name, got, one))
+    name = next(wrong, None)
+    return None if name is None else (name, got.get(name))
+
+
+def _is_right(name: str, got: Trace, one: Alone) -> bool:
+    """Whether what is seen under a name is as it should be."""
+    mine, true = got.get(name), one.trace.get(name)
     near = NEAR[one.case.wrap.get("dtype", torch.float32)]
-    start = one.start
-    for name in [*want, *got]:
-        mine, true = got.get(name), want.get(name)
-        if name == "weights" and near > 0.01:  # how far they have come
-            mine, true = ({n: w - start[n] for n, w in v.items()} for v in (mine, true))
-        if not _alike(mine, true, near):
-            return name, mine
-    return None
+    if name == "weights" and near > 0.01:  # how far they have come
+        mine, true = ({n: w - one.start[n] for n, w in v.items()} for v in (mine, true))
+    return _alike(mine, true, near)
 
 
 def _alike(got: Any, want: Any, near: float) -> bool:
@@ -133,9 +135,11 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         check_close(got, want, what, cause=likely, rtol=1e-4, atol=1e-6, suspects=suspects)
     if want is None or isinstance(want, Tensor):
-        used = _alike(trace["weights"], one.trace["weights"], 1e-3)
-        missing = "they are never reduced, or cleared before the step has used them"
-        missing = "the step has used them, and they are cleared after it" if used else missing
+        missing = (
+            "the step has used them, and they are cleared after it"
+            if _is_right("weights", trace, one)
+            else "they are never reduced, or cleared before the step has used them"
+        )
         number = re.search(r"step (\d+)", observable)
         if number and "fails" in one.case.script[: int(number[1]) - 1]:
             missing = "what the failed step has switched off stays off: nothing is reduced any more"

@@ -96,10 +96,13 @@ def check_reductions(
         size = call.numel * call.dtype.itemsize
         if size > limit:
             units = f"two gathers of each block, one of the root, and else at most {limit} B"
-            cause = "no unit has that size: gradients are sent, as for the norm"
-            cause = "a unit is gathered once too often" if call in want else cause
-            got = f"one more {call.kind} of {human(size)}"
-            fail(expected=units, got=got, cause=cause, sure=True)
+            cause = (
+                "a unit is gathered once too often"
+                if call in want
+                else "no unit has that size: gradients are sent, as for the norm"
+            )
+            more = f"one more {call.kind} of {human(size)}"
+            fail(expected=units, got=more, cause=cause, sure=True)
 
 
 def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:

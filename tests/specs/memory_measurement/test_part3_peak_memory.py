@@ -28,7 +28,7 @@ def floats(kib, **options):
 def told(got, want):
     """What it means where one of the three is off by just another one."""
     if isinstance(got, str):
-        return "peak_memory calls it once: it does not warm up, nor measure again"
+        return "step is to be called once: no warm-up, and no second measurement"
     (baseline, peak, retained), beliefs = want, {}
     beliefs[baseline, peak - baseline, retained] = "the peak is a level: the baseline is part of it"
     if retained + baseline:  # 0 would say that nothing was seen
@@ -42,7 +42,7 @@ def told(got, want):
 @scenarios("bytes (baseline, peak - baseline, retained)", told)
 def counts(answer, device, name, want, step, existing=()):
     """`want` is in KiB; of a function that makes `existing` the answer alone has the result."""
-    calls = []
+    calls, want = [], tuple(KIB * n for n in want)
     measured = lambda: (calls.append(1), step())[1]  # noqa: E731
     if callable(existing):  # the kit's wrapper would have it too, where there is one; no other goes
         call = getattr(answer.peak_memory, "__wrapped__", answer.peak_memory)
@@ -50,9 +50,9 @@ def counts(answer, device, name, want, step, existing=()):
     else:
         got = answer.peak_memory(measured, str(device), existing)
     if len(calls) != 1:
-        return f"step is called {len(calls)} times", tuple(KIB * n for n in want)
-    baseline = got.baseline if device.type == "cpu" else want[0] * KIB
-    return (baseline, got.peak - got.baseline, got.retained), tuple(KIB * n for n in want)
+        return f"step is called {len(calls)} times", want
+    baseline = got.baseline if device.type == "cpu" else want[0]
+    return (baseline, got.peak - got.baseline, got.retained), want
 
 
 @scenarios("bytes (peak - baseline, retained)")
