@@ -6,6 +6,7 @@ Runs in the judging process, where the exception still has its frames.
 from __future__ import annotations
 
 import difflib
+import linecache
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from desk import source
 from desk.events import TODO_KIND, Problem
 from desk.source import Place
 from kit.answers import contract
-from kit.catalog import shown
+from kit.catalog import ROOT, shown
 from kit.laws.checks import UNTOUCHED, SpecFailure, notes_of
 from kit.memory.gpu import ends_the_gpu
 from kit.private_torch import ENGINE
@@ -247,7 +248,7 @@ def _left_debugger(by_q: bool, here: dict[str, Any]) -> Problem:
 
 
 def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
-    frame, line = [*_frames(error)][-1]
+    frame, _ = [*_frames(error)][-1]
     if isinstance(error, AssertionError):
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
@@ -260,15 +261,28 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
             cause = "what your code has returned has no graph: it is detached, or was made without"
         expected = "no error in the backward pass"
         return Problem("error", got, expected, cause, sure=is_without_graph, **here)
-    where = f"{shown(Path(frame.f_code.co_filename))}:{line}"
     return Problem(
         "error",
         got,
         f"what the docstring of {judged.function or 'the kata'} promises",
-        f"the spec could not use what it was given ({where})",
+        f"the spec could not use what it was given, in {_last_line(error)}",
         sure=True,
         **here,
     )
+
+
+def _last_line(error: BaseException) -> str:
+    """The last line of a spec that ran, and what has raised if that is in a library."""
+    frame, line = [*_frames(error)][-1]
+    judges = [(f.f_code.co_filename, n) for f, n in _frames(error) if _is_a_judges(f)]
+    file, number = judges[-1] if judges else (frame.f_code.co_filename, line)
+    code = linecache.getline(file, number).strip()
+    raised = "" if file == frame.f_code.co_filename else f"; raised in {_function(frame.f_code)}"
+    return f"`{code}` ({shown(Path(file))}:{number}{raised})"
+
+
+def _is_a_judges(frame: FrameType) -> bool:
+    return Path(frame.f_code.co_filename).is_relative_to(ROOT / "tests")
 
 
 def _said(error: BaseException) -> str:

@@ -122,6 +122,16 @@ def test_what_the_spec_cannot_use_is_told_with_the_definition(judged):
     assert problem.source.startswith("def mean(")
 
 
+def test_the_line_of_the_spec_that_could_not_use_it_is_shown(judged):
+    mine = judged(in_mean("return None"))
+    problem = told(mine, lambda module: module.mean([1.0]).item())
+    assert "`problem = told(mine, lambda module: module.mean([1.0]).item())`" in problem.cause
+    problem = told(mine, lambda module: torch.nn.Linear(2, 2)(torch.ones(1, 3)))
+    assert "torch.nn.Linear(2, 2)(torch.ones(1, 3))" in problem.cause
+    assert "tests/selftest/test_desk_explain.py" in problem.cause
+    assert "raised in Linear.forward)" in problem.cause
+
+
 def test_an_error_of_a_backward_pass_is_told_as_one(judged):
     mine = judged(in_mean("return None"))
     problem = told(mine, lambda module: torch.ones(1).sum().backward())

@@ -127,6 +127,8 @@ def multiple(got: Tensor, want: Tensor) -> str:
     factor = factors.median().item()
     if abs(factor - 1) < 1e-3 or not bool(((factors / factor - 1).abs() < 1e-3).all()):
         return ""
+    if not 1e-6 < abs(factor) < 1e12:  # whatever was in memory
+        return ""
     near = Fraction(factor).limit_denominator(_LARGEST_DIVISOR)
     if (
         near
@@ -134,8 +136,6 @@ def multiple(got: Tensor, want: Tensor) -> str:
         and 1 in (abs(near.numerator), near.denominator)
     ):
         return str(near)
-    if not 1e-6 < abs(factor) < 1e12:
-        return ""
     # Of one number alone every ratio is a factor: only a plain one says something.
     return f"{factor:.4g}" if factors.numel() > 1 else ""
 

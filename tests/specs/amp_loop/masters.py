@@ -163,6 +163,9 @@ MEANS = {
 def first_wrong(got, want):
     """What it means, by what is the first of MEANS that is wrong."""
     wrong = [name for name, value in want.items() if not same(got.get(name), value)]
+    kind, _, after = next(iter(wrong), "").partition(" after ")
+    if kind in ("weights", "masters") and want[f"what comes after {after}"] is False:
+        return "a step is not skipped as a whole: one infinite or NaN gradient skips all of it"
     return next((MEANS[kind] for kind in MEANS if any(n.startswith(kind) for n in wrong)), None)
 
 

@@ -176,7 +176,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "clipped to 2, bfloat16": Case(wrap=BF16, script=STEP, step={"max_norm": 2.0}),
         "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
         "max_norm inf, kept, checkpoint": Case(
-            DROP, KEPT | CHECKPOINT, script=STEP, step={"max_norm": math.inf}
+            wrap=KEPT | CHECKPOINT, script=STEP, step={"max_norm": math.inf}
         ),
         "max_norm None, an infinite gradient": Case(
             script=STEP, infinite=True, make_optimizer=Still

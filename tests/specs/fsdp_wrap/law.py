@@ -41,6 +41,7 @@ CAUSES = {
     "parameters with": "micro-batches before the error, or passes before the step, have left "
     "gradients, to which the next pass by hand adds",
     "at the end": "the results of all steps are one buffer, which each step fills anew",
+    "weights": "the step is not made with the gradients that are there after it",
     "steps of": "a step of the optimizer is left out, or is made where loss_fn has raised",
     "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping",
 }
@@ -121,7 +122,10 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
     what = observable
     law, _, step = observable.partition(" of ")
     if one.contributions and law in LAWS and step == one.first:
-        suspects = norms(one) if law == "grad_norm" else guesses(one, law)
+        clips = law == "gradients" and "max_norm" in one.case.step
+        suspects = (
+            norms(one) if law == "grad_norm" else clipped(one) if clips else guesses(one, law)
+        )
     if law == "gradients" and isinstance(got, dict):  # a belief explains all of them, or none
         mine = vector(got, one.parameters)
         near = {b: torch.allclose(mine, v, rtol=1e-3, atol=1e-6) for b, v in suspects.items()}
@@ -194,6 +198,26 @@ def guesses(one: Alone, law: str) -> dict[str, Tensor]:
 
     want = weighted(lambda r, m, n: n / total)
     found = {belief: weighted(counts) for belief, counts in beliefs.items()}
+    return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
+
+
+def clipped(one: Alone) -> dict[str, Tensor]:
+    """What likely mistakes make of the first step's gradients, where its norm is right."""
+    limit, parameters = one.case.step["max_norm"] or math.inf, one.parameters
+    grads = {name: grad for name, grad in one.whole.items() if grad is not None}
+    distinct = {p: grads[name] for name, p in parameters if name in grads}
+    norm = torch.stack([grad.norm() for grad in distinct.values()]).norm()
+    each = {name: grad * (limit / grad.norm()).clamp(max=1) for name, grad in grads.items()}
+    found = {
+        "they are not scaled in place: copies of them are, or nothing is": vector(
+            grads, parameters
+        ),
+        "they are scaled to max_norm also where the norm is not above it": vector(
+            {name: grad * limit / norm for name, grad in grads.items()}, parameters
+        ),
+        "each parameter's is clipped by its own norm, not by that of all": vector(each, parameters),
+    }
+    want = vector(one.trace[f"gradients of {one.first}"], parameters)
     return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
 
 

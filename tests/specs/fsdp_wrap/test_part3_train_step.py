@@ -53,8 +53,9 @@ class TestPart3TrainStep:
         """Where it binds and where it does not, with every option of wrap; without one, also where
         a gradient is infinite: inf / inf, the factor of a clipping to it, is nan.
         """
-        cause = "clipping is not by max_norm / norm, where the norm is above max_norm, of all "
-        cause += "gradients; or the optimizer has stepped before; or max_norm=None clips, to an "
+        cause = (
+            "clipping is not by max_norm / norm of all gradients; or max_norm=None clips, to an "
+        )
         cause += "infinite norm perhaps"
         hold(answer, world, "clip", cause=cause)
 

@@ -135,7 +135,7 @@ def built_has(answer: Any, rank: int, what: str, cause: str) -> None:
         check_equal(on_meta, [], f"tensors on meta of the model {kind}", cause=unfinished)
         got, want = FACTS[what](model), FACTS[what](alone(kind))
         is_wrong = what == "values" and any(of_all(not same(got, want)))
-        guesses = _guesses(kind, want) if is_wrong else {}
+        guesses = _guesses(kind, want, got) if is_wrong else {}
         if what == STREAM and got != want:
             begin()
             guesses = {"the generator is put back to where it was before": FACTS[what](model)}
@@ -168,7 +168,21 @@ def _drawn_first(kind: str) -> nn.Module:
     return alone(kind, order=modules)
 
 
-def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
+@torch.no_grad()
+def _with_parameters_only(kind: str, got: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As alone(), but without the modules that have buffers only: these have what was in memory."""
+    trained = lambda m: [x for x in m.modules() if [*x.parameters(recurse=False)]]  # noqa: E731
+    model = alone(kind, order=trained)
+    left = {m for m in model.modules() if m not in trained(model)}
+    names = {
+        f"{n}.{b}".lstrip(".") for n, m in model.named_modules() if m in left for b in m._buffers
+    }
+    return {
+        n: got.get(n, v) if n.partition(",")[0] in names else v for n, v in values(model).items()
+    }
+
+
+def _guesses(kind: str, want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, Any]:
     """What well-known mistakes give."""
     ranks = mesh().size()
     found = {
@@ -177,6 +191,9 @@ def _guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
         ),
         "modules without parameters and buffers are left out": values(
             alone(kind, order=lambda m: [x for x in m.modules() if has_own(x)])
+        ),
+        "modules without parameters are left out, also those with buffers": _with_parameters_only(
+            kind, got
         ),
         "the generator begins with its seed once more": values(alone(kind, drawn=0)),
         "of a tied parameter the first module's numbers count, not the last one's": values(
