@@ -25,6 +25,7 @@ from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, chec
 from kit.laws.endings import check_ending
 from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.law import Law
+from kit.laws.rules import ROOTS, followed
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.sequences import for_all
@@ -374,3 +375,14 @@ def test_a_save_is_made_to_fail_and_its_error_must_come_out(tmp_path, failure):
         save()
     save()
     assert [*model.state_dict()] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("belief", ROOTS)
+def test_the_rule_that_an_answer_follows_is_found(belief):
+    def follows(n):
+        return next(k for k in range(1, n + 2) if ROOTS[belief](n, k))
+
+    sizes = [(n,) for n in range(1, 101)]
+    assert followed(follows, sizes, ROOTS) == belief
+    assert not followed(lambda n: -1 if n == 50 else follows(n), sizes, ROOTS)
+    assert not followed(lambda n: None, sizes, ROOTS)

@@ -65,13 +65,16 @@ def once(scenario: str, make: Callable[[], Any]) -> Any:
 
 
 def scenarios(
-    what: str, computed: Computed = lambda got, want: None
+    what: str,
+    computed: Computed = lambda got, want: None,
+    rule: Callable[[ModuleType], str] = lambda answer: "",
 ) -> Callable[[Judge], Callable[[str], Callable[[Any], Any]]]:
     """Make of a function that judges one scenario a decorator for specs that yield some.
 
     Args:
         what: is compared, in words.
         computed: what a difference can only mean, if it is one of that kind.
+        rule: which wrong rule an answer follows, if it does so wherever one looks.
     """
 
     def with_judge(judge: Judge) -> Callable[[str], Callable[[Any], Any]]:
@@ -80,7 +83,8 @@ def scenarios(
                 def hold(self: object, answer: ModuleType, device: torch.device) -> None:
                     __tracebackhide__ = True
                     here = functools.partial(worlds, self)
-                    _hold(answer, device, judge, here, what, cause, computed, subject_of(spec)[0])
+                    known = lambda got, want: computed(got, want) or rule(answer)  # noqa: E731
+                    _hold(answer, device, judge, here, what, cause, known, subject_of(spec)[0])
 
                 spec = as_spec(worlds, hold)
                 return spec

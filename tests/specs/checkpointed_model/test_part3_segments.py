@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kit.laws.checks import check_raises
+from kit.laws.rules import ROOTS, followed
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
     LATER,
@@ -27,7 +28,11 @@ def cost(layers, size):
     return math.ceil(layers / size) + size
 
 
-@scenarios("ceil(num_layers / s) + s at its best")
+def rule(answer):
+    return followed(answer.best_segment_size, [(n,) for n in range(1, 101)], ROOTS)
+
+
+@scenarios("ceil(num_layers / s) + s at its best", rule=rule)
 def inputs(answer, device, name, layers):
     best = min(cost(layers, s) for s in range(1, layers + 1))
     size = answer.best_segment_size(layers)

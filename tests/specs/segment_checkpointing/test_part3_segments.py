@@ -11,6 +11,7 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
+from kit.laws.rules import ROOTS, followed
 from kit.laws.scenarios import scenarios
 from specs.segment_checkpointing import worlds as w
 
@@ -55,7 +56,11 @@ def runs(answer, device, name, count, segments, want):
     return {what: seen[what] for what in want}, want
 
 
-@scenarios("segments + ceil(layers / segments) at its best")
+def rule(answer):
+    return followed(answer.best_segments, [(n,) for n in range(1, 101)], ROOTS)
+
+
+@scenarios("segments + ceil(layers / segments) at its best", rule=rule)
 def peaks(answer, device, name, count):
     sums = {n: n + math.ceil(count / n) for n in range(1, count + 1)}
     best, got = min(sums.values()), answer.best_segments(count)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torchs
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.endings import check_ending
+from kit.laws.rules import followed
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mlp
 from specs.segment_checkpointing import worlds as w
@@ -29,7 +30,37 @@ def closed_form(layers, snapshots):
     return r * layers - math.comb(snapshots + r, snapshots + 1)
 
 
-@scenarios("fewest_extra_steps")
+def halved(layers, snapshots):
+    """Steps where a snapshot is put in the middle, and then in the middle of each half."""
+    if snapshots == 1 or snapshots >= layers:
+        return layers * (layers - 1) // 2 if snapshots == 1 else layers - 1
+    half = layers // 2
+    return half + halved(layers - half, snapshots - 1) + halved(half, snapshots)
+
+
+RULES = {
+    "the input of the first layer is not counted as a snapshot": lambda n, s, got: (
+        got == closed_form(n, s + 1)
+    ),
+    "one snapshot less is used than there are": lambda n, s, got: got == closed_form(n, s - 1),
+    "each layer's run with a graph is counted too": lambda n, s, got: got == closed_form(n, s) + n,
+    "the last layer's run with a graph is counted too": lambda n, s, got: (
+        got == closed_form(n, s) + 1
+    ),
+    "with a snapshot for each layer no step is counted, and the first sweep is forgotten": (
+        lambda n, s, got: got == (0 if s >= n else closed_form(n, s))
+    ),
+    "each snapshot is put in the middle of what is left": lambda n, s, got: got == halved(n, s),
+}
+
+
+def rule(answer):
+    return followed(
+        answer.fewest_extra_steps, [(n, s) for n in range(1, 30) for s in (2, 3, 5)], RULES
+    )
+
+
+@scenarios("fewest_extra_steps", rule=rule)
 def counts(answer, device, name, layers, snapshots, want):
     return answer.fewest_extra_steps(layers, snapshots), want
 

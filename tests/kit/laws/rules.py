@@ -1,0 +1,45 @@
+"""Which wrong rule a function of whole numbers follows: the one that gives all that it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+Rule = Callable[..., bool]  # of the arguments, and then of what the answer gives
+
+
+def followed(call: Callable[..., Any], arguments: Iterable[Any], rules: Mapping[str, Rule]) -> str:
+    """The first rule that fits what `call` gives for every one of the arguments, or nothing."""
+    try:
+        given = [(*args, call(*args)) for args in arguments]
+        return next((name for name, fits in rules.items() if all(fits(*g) for g in given)), "")
+    except Exception:  # or gives what is no number
+        return ""
+
+
+def least(cost: Callable[[int, int], float]) -> Rule:
+    """It is a k from 1 to n of which the cost is least."""
+    return lambda n, k: 1 <= k <= n and cost(n, k) == min(cost(n, j) for j in range(1, n + 1))
+
+
+def _up(n: int, k: int) -> int:
+    return math.ceil(n / k)
+
+
+# What is taken for the k that makes ceil(n / k) + k least.
+ROOTS: dict[str, Rule] = {
+    "n / k is rounded down, not up": least(lambda n, k: n // k + k),
+    "n / k is rounded to the nearest number, not up": least(lambda n, k: round(n / k) + k),
+    "only numbers that divide the number of layers are tried": least(
+        lambda n, k: math.inf if n % k else n // k + k
+    ),
+    "k counts twice: ceil(n / k) + 2 k": least(lambda n, k: _up(n, k) + 2 * k),
+    "k counts half: ceil(n / k) + k / 2": least(lambda n, k: _up(n, k) + k / 2),
+    "the search stops where the next number is not better, but a better one may follow": (
+        lambda n, k: (
+            k == next((j for j in range(1, n) if _up(n, j + 1) + j + 1 >= _up(n, j) + j), n)
+        )
+    ),
+    "it is the root of twice the number of layers": lambda n, k: abs(k - math.sqrt(2 * n)) <= 1,
+}
