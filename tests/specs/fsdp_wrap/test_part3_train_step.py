@@ -19,7 +19,7 @@ from specs.fsdp_wrap.steps import (
 )
 
 # How many micro-batches each rank has.
-COUNTS = [[2, 0], [0, 0], [2, 1, 3, 2]]
+COUNTS = [[2, 0], [0, 0], [1, 2], [2, 1, 3, 2]]
 
 
 class TestPart3TrainStep:

@@ -71,7 +71,8 @@ class Rich(Model, Extra):
     def __init__(self) -> None:
         super().__init__(blocks=1, tied=True)
         self.no_extra_state = nn.Parameter(torch.ones(1))  # whatever its name ends in
-        self.gain = nn.Parameter(torch.full((1,), 2.0))  # with the same rows on rank 1: none
+        # With the same rows on rank 1: none. In the alphabet it stands before an underscore.
+        self.A_log = nn.Parameter(torch.full((1,), 2.0))
         self.scale = torch.full((OUTPUTS,), 2.0)
         self.register_buffer("seen", torch.tensor(2**40 + 1))
         self.blocks[0].register_buffer("seen", self.seen)
@@ -86,7 +87,7 @@ class Rich(Model, Extra):
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs) * self.no_extra_state * self.gain
+        return super().forward(inputs) * self.no_extra_state * self.A_log
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
