@@ -36,6 +36,10 @@ def told(got, want):
     beliefs[baseline, retained, retained] = "the peak is read when the step is over"
     if got[0] == 0 < baseline:
         return "what exists before the step is not in the baseline"
+    if got[0] > baseline:
+        return "the baseline has more than `existing`: what another measurement has seen perhaps"
+    if got[2] < min(retained, 0):
+        return "more is taken off than was counted, as where a new storage has an old one's address"
     return None if got == want else beliefs.get(got)
 
 
