@@ -64,7 +64,13 @@ def narrowed(got: object, want: object, what: str) -> tuple[object, object, str]
         number = next(n for n, value in enumerate(want) if not same(got[n], value))
         if isinstance(want[number], (torch.Tensor, dict)):
             return narrowed(got[number], want[number], f"number {number} of {what}")
+    elif isinstance(got, list) and isinstance(want, list) and _has_tensors(got, want):
+        return len(got), len(want), f"number of {what}"
     return got, want, what
+
+
+def _has_tensors(*lists: list[object]) -> bool:
+    return any(isinstance(value, torch.Tensor) for values in lists for value in values)
 
 
 def whence(got: object, want: object, before: object = None) -> str | None:

@@ -138,6 +138,8 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
         got, want, what = got[bad], want[bad], f"{what}, {bad}"
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         check_close(got, want, what, cause=likely, rtol=1e-4, atol=1e-6, suspects=suspects)
+    if isinstance(got, set) and got > want:  # dtypes
+        likely = "only some operations compute in dtype, as under autocast: the policy is of units"
     if want is None or isinstance(want, Tensor):
         missing = (
             "the step has used them, and they are cleared after it"
@@ -188,6 +190,9 @@ def guesses(one: Alone, law: str) -> dict[str, Tensor]:
         "it is of this rank's micro-batches only": lambda r, m, n: (r == one.rank) * n / of_rank[r],
         "it is this rank's share only": lambda r, m, n: (r == one.rank) * n / total,
         "it is of the last micro-batches only": lambda r, m, n: (m == last[r]) * n / total,
+        "what was kept of earlier micro-batches is not multiplied by the ranks": lambda r, m, n: (
+            n / total / (1 if m == last[r] else ranks)
+        ),
         "it is of all but the last micro-batches": lambda r, m, n: (m != last[r]) * n / total,
         "tokens are counted, and not samples": lambda r, m, n: tokens[r, m] / sum(tokens.values()),
     }
@@ -244,6 +249,9 @@ def norms(one: Alone) -> dict[str, Tensor]:
         "the ranks' norms are added up, and not their squares": torch.stack(
             [norm(shard(p, r) for p in distinct.values()) for r in range(ranks)]
         ).sum(),
+        "it is the norm of the parameters, not of their gradients": norm(
+            {p: one.start[n] for n, p in one.parameters if n in there}.values()
+        ),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
         "a tied parameter is counted under each of its names": norm(there.values()),
         "it is over one group of the optimizer's parameters only": norm(

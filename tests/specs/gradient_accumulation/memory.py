@@ -39,7 +39,8 @@ CAUSES = {
     "activations": "graphs are kept, if only by a name for loss or output; or micro-batches are "
     "joined",
     "gradients": "gradients are copied: sums, norms and clipping need no second set",
-    "wide_output": "a name still holds the output in the backward pass, or outputs are kept",
+    "wide_output": "a name still holds the output in the backward pass, or outputs are kept, or "
+    "the loss makes more of them, as a second softmax does",
     "data": "micro-batches are all fetched first or kept, or a window while the next is taken",
 }
 

@@ -1,6 +1,7 @@
 """Windows in bfloat16 and float16, and the learning rate of a larger batch."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from kit.laws import twists
 from kit.laws.checks import check_equal
 from kit.laws.precisions import HALVES, scaler_for
+from kit.laws.rules import followed
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mse
 from kit.laws.trace import Probe
@@ -34,7 +36,32 @@ def inside_another(w):
     twists.inside_autocast({torch.bfloat16: torch.float16}.get(w.dtype, torch.bfloat16))(w)
 
 
-@scenarios("learning rate")
+SIZES = [(0.5, 4, 9), (0.1, 256, 1024), (0.3, 6, 10), (2.0, 8, 2)]
+WRONG = {
+    "the ratio is upside down": {"linear": lambda r: 1 / r, "sqrt": lambda r: r**-0.5},
+    "the rules are exchanged": {"linear": math.sqrt, "sqrt": lambda r: r},
+    "the ratio is a whole number": {"linear": math.floor, "sqrt": lambda r: math.floor(r) ** 0.5},
+    "it is half of the ratio, as ratio**1 / 2 is": {"sqrt": lambda r: r / 2},
+    "it is the square of the ratio": {"linear": lambda r: r * r, "sqrt": lambda r: r * r},
+}
+
+
+def rule_of_rates(answer):
+    """The factor that it takes for the ratio of the batches, or for its root."""
+
+    def fits(kind, factor):
+        return lambda lr, old, new, got: (
+            kind in factor and math.isclose(got, lr * factor[kind](new / old), rel_tol=1e-6)
+        )
+
+    for kind in ("linear", "sqrt"):
+        rules = {belief: fits(kind, factor) for belief, factor in WRONG.items()}
+        if found := followed(partial(answer.scaled_lr, rule=kind), SIZES, rules):
+            return found
+    return ""
+
+
+@scenarios("learning rate", rule=rule_of_rates)
 def follows(answer, device, name, want, *options):
     *numbers, rule = options
     return float(f"{answer.scaled_lr(*numbers, rule=rule):.9g}"), want
