@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kit.laws import draw
+from kit.memory.resident import resident
 from kit.memory.ruler import LiveBytes, Reading, bytes_of, human, measure
 
 KIB = 1024
@@ -314,3 +315,14 @@ def test_bytes_are_written_in_three_digits() -> None:
     assert " ".join(human(n).replace(" ", "") for n in numbers) == (
         "0B 1023B 13.6KiB 10.0KiB 0.99MiB 1.00MiB 1.50MiB -1.50MiB 5.00TiB"
     )
+
+
+def test_the_process_grows_by_what_no_ruler_of_tensors_sees():
+    given = [b"a" * 2**16 for _ in range(800)]  # is free when counting begins
+    del given
+    with resident() as process:
+        read = measure(lambda: len(b"".join([b"b" * 2**20 for _ in range(40)])))
+    assert read.above_baseline == 0
+    if process.growth is None:
+        pytest.skip("the kernel of this machine does not count a process's memory so")
+    assert 70 * 2**20 < process.growth < 100 * 2**20

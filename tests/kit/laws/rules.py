@@ -39,5 +39,8 @@ ROOTS: dict[str, Rule] = {
         lambda n, k: _up(n, k) + 2 * k
     ),
     "k counts half: ceil(n / k) + k / 2": least(lambda n, k: _up(n, k) + k / 2),
+    "the root of the number, and what is above it, is not tried": lambda n, k: (
+        _up(n, k) + k == min(_up(n, j) + j for j in range(1, max(2, math.isqrt(n))))
+    ),
     "it is the root of twice the number of layers": lambda n, k: abs(k - math.sqrt(2 * n)) <= 1,
 }

@@ -242,6 +242,12 @@ def norms(one: Alone) -> dict[str, Tensor]:
         return torch.stack([g.norm() for g in grads]).norm()
 
     want = norm(distinct.values())
+    inside = [
+        f"{name}.{n}"
+        for name, block in one.model.named_modules()
+        if name and isinstance(block, one.types)
+        for n, _ in block.named_parameters()
+    ]
     found = {
         "it is not over all shards of all ranks, but over this rank's": norm(
             shard(p, place) for p in distinct.values()
@@ -253,6 +259,9 @@ def norms(one: Alone) -> dict[str, Tensor]:
             {p: one.start[n] for n, p in one.parameters if n in there}.values()
         ),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
+        "what is in a block is counted for the block, and again for the model": norm(
+            [*distinct.values(), *(there[n] for n in inside if n in there)]
+        ),
         "a tied parameter is counted under each of its names": norm(there.values()),
         "it is over one group of the optimizer's parameters only": norm(
             g for p, g in distinct.items() if any(p is held for held in groups)

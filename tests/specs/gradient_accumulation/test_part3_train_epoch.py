@@ -51,6 +51,13 @@ class TestPart3TrainEpoch:
                     2.0,
                     -0.25,
                 ],
+                "it is divided by the counts of earlier windows too": [
+                    2.5,
+                    3,
+                    1 / 3,
+                    2 / 3,
+                    1 / 12,
+                ],
                 "the last window is divided by 2 where 1 was there": [2.5, 3.0, 0.5, 1.0, 0.0],
                 "the last window is dropped because it is not full": [2.5, 3.0, 0.25],
                 "more micro-batches to a step than `window`": [2.6875, 3 + 1 / 6, 0.25 - 1 / 24],

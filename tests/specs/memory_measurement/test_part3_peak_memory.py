@@ -33,13 +33,16 @@ def told(got, want):
     beliefs[baseline, peak - baseline, retained] = "the peak is a level: the baseline is part of it"
     if retained + baseline:  # 0 would say that nothing was seen
         beliefs[baseline, peak, retained + baseline] = "retained is what is alive after - before"
-    beliefs[baseline, retained, retained] = "the peak is read when the step is over"
+    if retained:
+        beliefs[baseline, retained, retained] = "the peak is read when the step is over"
     if got[0] == 0 < baseline:
         return "what exists before the step is not in the baseline"
     if got[0] > baseline:
         return "the baseline has more than `existing`: what another measurement has seen perhaps"
     if got[2] < min(retained, 0):
         return "more is taken off than was counted, as where a new storage has an old one's address"
+    if got[:2] == want[:2] and got[2] > retained:
+        return "what the step has let go of counts as retained: something of yours holds it"
     return None if got == want else beliefs.get(got)
 
 

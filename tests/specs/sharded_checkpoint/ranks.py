@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.laws.checks import check_close, check_equal, check_raises
+from kit.memory.resident import resident
 from kit.memory.ruler import measure
 from kit.ranks.disk import no_room
 from kit.ranks.rank import device
@@ -39,6 +40,7 @@ from specs.sharded_checkpoint.models import (
 )
 
 WIDE = 48  # rounding to 512 bytes is little of it
+LARGE = 800  # what a process takes besides, some MiB, is little of it
 MANY = 5  # blocks, of which half are more than three times the largest parameter
 
 
@@ -249,12 +251,14 @@ def check_alike(raised: list[str], what: str = "what they have found") -> None:
     check_equal(bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as 1", cause=cause)
 
 
-def peak(answer: Any, rank: int, folder: Path, name: str) -> int:
-    """Bytes above the baseline in a call; the model has trained with AdamW.
+def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | None]:
+    """Bytes above the baseline in a call, of tensors; and of the process, where Linux counts them.
+
+    The model has trained with AdamW.
 
     gloo's threads may let go of what they have sent a little late: the least of three counts.
     """
-    model = make(WIDE, MANY if name == "save_whole" else 2)
+    model = make(WIDE, MANY) if name == "save_whole" else make(LARGE, 3)
     for number in range(5 if name == "save_whole" else 0):  # rank 0 alone needs a copy
         model.register_buffer(f"more{number}", torch.zeros_like(model.blocks[0].up.weight))
     model, optimizer = trained(model)
@@ -264,8 +268,13 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> int:
         "load": lambda: answer.load(folder / "run", model, optimizer),
         "save_whole": lambda: answer.save_whole(folder / "whole.pt", model),
     }[name]
-    counts = range(3 if "whole" in name else 1)
-    return min(measure(call, device(), known=[model, optimizer]).above_baseline for _ in counts)
+
+    def once() -> tuple[int, int | None]:
+        with resident() as process:
+            tensors = measure(call, device(), known=[model, optimizer]).above_baseline
+        return tensors, process.growth if device().type == "cpu" else None
+
+    return min((once() for _ in range(3 if "whole" in name else 1)), key=lambda found: found[0])
 
 
 def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:

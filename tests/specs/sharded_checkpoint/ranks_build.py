@@ -182,6 +182,34 @@ def _with_parameters_only(kind: str, got: dict[str, Tensor]) -> dict[str, Tensor
     }
 
 
+@torch.no_grad()
+def _in_default_dtype(kind: str) -> nn.Module:
+    """As alone(), but parameters are float32 while init fills them."""
+
+    def modules(model: nn.Module) -> Iterable[nn.Module]:
+        for module in model.modules():
+            own = [*module.parameters(recurse=False)]
+            dtypes = [p.dtype for p in own]
+            for p in own:
+                p.data = p.data.float()
+            yield module  # and init is called on it
+            for p, dtype in zip(own, dtypes, strict=True):
+                p.data = p.data.to(dtype)
+
+    return alone(kind, order=modules)
+
+
+def _with_buffers_apart(kind: str) -> nn.Module:
+    """As alone(), but a buffer of two modules has become two."""
+
+    def modules(model: nn.Module) -> Iterable[nn.Module]:
+        for module in model.modules():
+            module._buffers.update({n: b.clone() for n, b in module.named_buffers(recurse=False)})
+        return model.modules()
+
+    return alone(kind, order=modules)
+
+
 def _guesses(kind: str, want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, Any]:
     """What well-known mistakes give."""
     ranks = mesh().size()
@@ -195,6 +223,10 @@ def _guesses(kind: str, want: dict[str, Tensor], got: dict[str, Tensor]) -> dict
         "modules without parameters are left out, also those with buffers": _with_parameters_only(
             kind, got
         ),
+        "init fills tensors of the default dtype, not of the parameter's": values(
+            _in_default_dtype(kind)
+        ),
+        "a buffer that two modules share has become two": values(_with_buffers_apart(kind)),
         "the generator begins with its seed once more": values(alone(kind, drawn=0)),
         "of a tied parameter the first module's numbers count, not the last one's": values(
             _drawn_first(kind)

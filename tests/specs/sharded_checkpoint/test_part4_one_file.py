@@ -58,7 +58,7 @@ class TestPart4OneFile:
     def test_other_ranks_gather_one_parameter_at_a_time(self, answer, reference, world, tmp_path):
         """Above the baseline <= 3 x the largest parameter: itself, and twice to gather it."""
         parameters = [*make(ranks.WIDE, ranks.MANY).parameters()]
-        peak = world.run(answer, ranks.peak, tmp_path, "save_whole")[1]
+        peak = world.run(answer, ranks.peak, tmp_path, "save_whole")[1][0]
         cause = "its whole part is copied or sent at once, not one parameter after another"
         if peak >= shard_bytes(parameters, 1):
             cause = "every rank gathers the whole model for itself"
@@ -67,7 +67,7 @@ class TestPart4OneFile:
             peak,
             3 * max(whole_bytes([p], 2) for p in parameters),
             plain=shard_bytes(parameters, 1),
-            reference=world.run(reference, ranks.peak, tmp_path, "save_whole")[1],
+            reference=world.run(reference, ranks.peak, tmp_path, "save_whole")[1][0],
             formula="3 x the largest parameter; plain is the whole model",
             cause=cause,
         )
