@@ -386,3 +386,11 @@ def test_the_rule_that_an_answer_follows_is_found(belief):
     assert followed(follows, sizes, ROOTS) == belief
     assert not followed(lambda n: -1 if n == 50 else follows(n), sizes, ROOTS)
     assert not followed(lambda n: None, sizes, ROOTS)
+
+
+def test_an_input_that_an_assert_checks_is_told_so():
+    def call(size):
+        assert size > 0, f"size {size}"
+
+    with pytest.raises(SpecFailure, match="an assert checks it"):
+        checks.check_raises(lambda: call(0), ValueError, mentions=[0], when="for 0")

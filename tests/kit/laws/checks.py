@@ -226,7 +226,7 @@ def check_raises(
             fail(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
-                cause="the input is not checked before it is used",
+                cause=_why_another(error),
             )
         if not says(error, mentions):
             fail(
@@ -277,8 +277,18 @@ def check_bar(
 
 def is_raised_on_purpose(error: BaseException) -> bool:
     """Whether the innermost line is a `raise`; where native code has raised it is not."""
+    return _last_line(error).startswith("raise")
+
+
+def _why_another(error: BaseException) -> str:
+    if _last_line(error).startswith("assert"):
+        return "an assert checks it: it raises AssertionError, and python -O leaves it out"
+    return "the input is not checked before it is used"
+
+
+def _last_line(error: BaseException) -> str:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return linecache.getline(frame.f_code.co_filename, line).strip().startswith("raise")
+    return linecache.getline(frame.f_code.co_filename, line).strip()
 
 
 def _first_line(error: Exception) -> str:
