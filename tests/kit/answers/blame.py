@@ -23,6 +23,7 @@ from kit.answers.marks import clause_of
 from kit.answers.reset_torch import reset_torch
 from kit.laws import checks
 from kit.laws.checks import SpecFailure
+from kit.laws.suspects import of_function
 
 # Names that no answer has, for everything else in the file is the answer's own.
 _SWAPPED = """\
@@ -36,7 +37,7 @@ def blamed(
     item: pytest.Function, answer: Answer, error: SpecFailure, load: Callable[[Answer], ModuleType]
 ) -> SpecFailure | None:
     """What to say instead of an error where another function than the spec's own is at fault."""
-    function = clause_of(item)[0].partition(".")[0]
+    function, mine = clause_of(item)[0].partition(".")[0], item.funcargs["answer"]
     with contextlib.suppress(Exception):  # what was found before counts, whatever the file is like
         for other in _others(answer, function):
             paths = {"answer": str(answer.path), "reference": str(answer.kata.solution)}
@@ -44,16 +45,20 @@ def blamed(
             # One path for each answer: several may be judged in one run, and a path is loaded once.
             label = f"{zlib.crc32(bytes(answer.path)):08x} with the reference's {other}"
             path = materialise(answer.kata, label, text)
-            if _holds(item, load(Answer(answer.kata, "file", path))):
+            if _failure(item, load(Answer(answer.kata, "file", path))) is None:
                 if error.sure:
                     return error.but(at=other)
+                with of_function(other):  # what it does wrong may be known
+                    again = _failure(item, mine) if isinstance(mine, ModuleType) else None
+                if isinstance(again, SpecFailure) and again.sure:
+                    return again.but(at=other)
                 cause = f"{other}: with the reference's in its place, {function} passes this spec"
                 return error.but(cause=cause, sure=True, at=other)
     return None
 
 
-def _holds(item: pytest.Function, answer: ModuleType) -> bool:
-    """Whether a spec passes, run once more with an answer; nothing is shown of it."""
+def _failure(item: pytest.Function, answer: ModuleType) -> BaseException | None:
+    """What a spec raises, run once more with an answer; nothing is shown of it."""
     reset_torch()
     bars = [*checks.bars]
     names = item._fixtureinfo.argnames
@@ -65,10 +70,10 @@ def _holds(item: pytest.Function, answer: ModuleType) -> bool:
     except BaseException as failure:
         if type(failure) is KeyboardInterrupt:  # and none that a scenario raises
             raise
-        return False
+        return failure
     finally:
         checks.bars[:] = bars
-    return True
+    return None
 
 
 def _others(answer: Answer, function: str) -> Iterator[str]:

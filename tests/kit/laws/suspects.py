@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kit.answers.loading import edited, load
 from kit.catalog import find_kata
 
 _passed: dict[str, set[str]] = {}  # the specs that an answer has passed, by its file
+_blamed: list[str] = []  # the function that is at fault, where it is another than the spec's own
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ def note_passed(file: Path, spec: str) -> None:
     _passed.setdefault(str(file.resolve()), set()).update((spec, spec.partition("[")[0]))
 
 
+@contextlib.contextmanager
+def of_function(name: str) -> Iterator[None]:
+    """Look for the cause in this function."""
+    _blamed.append(name)
+    try:
+        yield
+    finally:
+        _blamed.pop()
+
+
 def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list[Suspect]]:
     """The mistakes that the spec under way must catch, and then others in a function.
 
@@ -64,7 +76,8 @@ def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list
     passed = _passed.get(str(file.resolve()), set())
     try:
         reference, entries = find_kata(kata).solution, catalogue(find_kata(kata))[0]
-        whole, public = function.partition(".")[0], frozenset(functions(reference))
+        whole = (_blamed or [function])[-1].partition(".")[0]
+        public = frozenset(functions(reference))
         mine = used(reference.read_text(encoding="utf-8"), whole, public) - (public - {whole})
     except (OSError, ValueError):
         return

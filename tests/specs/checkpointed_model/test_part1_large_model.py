@@ -28,12 +28,33 @@ from specs.checkpointed_model.large import (
 from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, twice
 
 
-def by_hand(block, x, mask=None):
+def computed(block, x, mask=None):
     """What a block computes, from its weights."""
     hidden = F.relu(F.linear(x, block.up.weight, block.up.bias))
     hidden = F.dropout(hidden, block.dropout.p, block.training)
     update = F.linear(hidden, block.down.weight, block.down.bias)
-    return (x + (update if mask is None else torch.where(mask.unsqueeze(-1), update, 0.0))).detach()
+    return x + (update if mask is None else torch.where(mask.unsqueeze(-1), update, 0.0))
+
+
+def by_hand(*given):
+    return computed(*given).detach()
+
+
+def gradients(block, x, run):
+    """Of the input, and of the parameters by name."""
+    draw.seed(3)
+    leaves = {"x": x.detach().requires_grad_(), **dict(block.named_parameters())}
+    loss = run(leaves["x"]).float().square().sum()
+    found = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def check_gradients(block, x, mask=None):
+    __tracebackhide__ = True
+    got = gradients(block, x, lambda x: block(x, mask=mask))
+    for name, want in gradients(block, x, lambda x: computed(block, x, mask)).items():
+        cause = "the input, or the update, is cut off from its graph"
+        check_close(got[name], want, f"gradient of {name}", cause=cause, rtol=1e-4, atol=1e-6)
 
 
 @scenarios("number of parameters, and dropout of each block")
@@ -71,6 +92,8 @@ class TestPart1LargeModel:
         check_close(got, want, "output", cause=cause, suspects=suspects)
         cause = "a layer has another name, or is a function where the contract has a child"
         check_equal(ran, order, "children that run", cause=cause)
+        if how != "autocast":
+            check_gradients(block.train(how != "eval"), x)
 
     @pytest.mark.works("MemoryIntensiveBlock", "mask")
     def test_a_mask_lets_the_input_through(self, answer, device):
@@ -82,6 +105,7 @@ class TestPart1LargeModel:
         suspects["the whole output is masked, and not the update alone"] = masked
         want, cause = by_hand(block, x, mask), "something else is masked than the update"
         check_close(block(x, mask=mask), want, "output", cause=cause, suspects=suspects)
+        check_gradients(block, x, mask)
         want, cause = by_hand(block, x, mask.logical_not_()), "the mask of the call before is used"
         check_close(block(x, mask=mask), want, "output, the mask filled anew", cause=cause)
         x[~mask] = 3e38 * block.up.weight[0].detach().sign()  # finite, and the update is not

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -186,6 +186,9 @@ def guesses(one: Alone, law: str) -> dict[str, Tensor]:
         "it is multiplied by the number of ranks once too often": lambda r, m, n: n / total * ranks,
         "every rank counts the same, whatever its samples": lambda r, m, n: n / of_rank[r] / ranks,
         "every micro-batch counts the same, whatever its samples": lambda r, m, n: 1 / len(parts),
+        "micro-batches count the same, and in each its samples": lambda r, m, n: (
+            n / sum(p[2] for p in parts if p[1] == m) / len({p[1] for p in parts})
+        ),
         "the micro-batches' means are added up": lambda r, m, n: 1 / ranks,
         "it is of this rank's micro-batches only": lambda r, m, n: (r == one.rank) * n / of_rank[r],
         "it is this rank's share only": lambda r, m, n: (r == one.rank) * n / total,
@@ -211,19 +214,38 @@ def clipped(one: Alone) -> dict[str, Tensor]:
     limit, parameters = one.case.step["max_norm"] or math.inf, one.parameters
     grads = {name: grad for name, grad in one.whole.items() if grad is not None}
     distinct = {p: grads[name] for name, p in parameters if name in grads}
-    norm = torch.stack([grad.norm() for grad in distinct.values()]).norm()
+    ranks, total = len(one.members), norm(distinct.values())
+    own = [
+        (limit / norm(shard(g, r, ranks) for g in distinct.values())).clamp(max=1)
+        for r in range(ranks)
+    ]
+    by_rank = {
+        name: torch.cat([shard(grad, r, ranks) * own[r] for r in range(ranks)])
+        for name, grad in grads.items()
+    }
     each = {name: grad * (limit / grad.norm()).clamp(max=1) for name, grad in grads.items()}
     found = {
         "they are not scaled in place: copies of them are, or nothing is": vector(
             grads, parameters
         ),
         "they are scaled to max_norm also where the norm is not above it": vector(
-            {name: grad * limit / norm for name, grad in grads.items()}, parameters
+            {name: grad * limit / total for name, grad in grads.items()}, parameters
         ),
+        "each rank clips its shards by their norm, not by that of all": vector(by_rank, parameters),
         "each parameter's is clipped by its own norm, not by that of all": vector(each, parameters),
     }
     want = vector(one.trace[f"gradients of {one.first}"], parameters)
     return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
+
+
+def shard(grad: Tensor, rank: int, ranks: int) -> Tensor:
+    """The rows of a rank."""
+    rows = math.ceil(len(grad) / ranks)
+    return grad[rank * rows : (rank + 1) * rows]
+
+
+def norm(grads: Iterable[Tensor]) -> Tensor:
+    return torch.stack([grad.norm() for grad in grads]).norm()
 
 
 def norms(one: Alone) -> dict[str, Tensor]:
@@ -234,13 +256,6 @@ def norms(one: Alone) -> dict[str, Tensor]:
     groups = one.optimizer.param_groups[0]["params"]
     ranks, place = len(one.members), one.members.index(one.rank)
 
-    def shard(grad: Tensor, of: int) -> Tensor:
-        rows = math.ceil(len(grad) / ranks)
-        return grad[of * rows : (of + 1) * rows]
-
-    def norm(grads: Any) -> Tensor:
-        return torch.stack([g.norm() for g in grads]).norm()
-
     want = norm(distinct.values())
     inside = [
         f"{name}.{n}"
@@ -250,10 +265,10 @@ def norms(one: Alone) -> dict[str, Tensor]:
     ]
     found = {
         "it is not over all shards of all ranks, but over this rank's": norm(
-            shard(p, place) for p in distinct.values()
+            shard(p, place, ranks) for p in distinct.values()
         ),
         "the ranks' norms are added up, and not their squares": torch.stack(
-            [norm(shard(p, r) for p in distinct.values()) for r in range(ranks)]
+            [norm(shard(p, r, ranks) for p in distinct.values()) for r in range(ranks)]
         ).sum(),
         "it is the norm of the parameters, not of their gradients": norm(
             {p: one.start[n] for n, p in one.parameters if n in there}.values()

@@ -15,6 +15,7 @@ from kit.laws.scenarios import scenarios
 from kit.laws.toys import mse
 from kit.laws.trace import Probe
 from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
+from kit.ranks.simulated import simulated_world
 from specs.gradient_accumulation import memory
 from specs.gradient_accumulation.laws import EPOCH
 from specs.gradient_accumulation.scenarios import HALF, IN_AUTOCAST, gradient_of_another, tag
@@ -118,6 +119,8 @@ class TestPart5MixedPrecision:
         yield "0.1 at 1 to 3", 0.3, 0.1, 1, 3, "linear"
         yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
         yield "3e-20 at 1 to 7", 2.1e-19, 3e-20, 1, 7, "linear"
+        with simulated_world(4, torch.device("cpu")):
+            yield "0.1 at 256 to 8192, on one of 4 ranks", 3.2, 0.1, 256, 8192, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
     @follows("the ratio is upside down or whole numbers only, or the rules are exchanged")

@@ -82,6 +82,10 @@ class TestPart3Segments:
         first, *layers = w.chain(4, x.device)[0]
         yield "a list, with one layer twice", [first, *layers, first], x, 3
         yield "a Sequential in eval mode", nn.Sequential(*layers).eval(), x, 2
+        mixed = w.chain(6, x.device)[0]
+        mixed[1].eval()
+        mixed[2].eval()
+        yield "some layers in eval mode", mixed, x, 2
         yield "1,200 layers in 1,200 segments", [nn.Tanh()] * 1200, x, 1200
 
     @pytest.mark.works("run_in_segments", "written here")

@@ -82,7 +82,11 @@ def as_plain_backward(answer, device, name, layers, x, snapshots, loss_fn=w.loss
 
 def too_many_inputs(got, want):
     """No schedule has fewer runs."""
-    return "fewer runs than so many snapshots allow: an input more is kept" if got < want else None
+    return (
+        "fewer runs than so many snapshots allow: more is kept than these inputs"
+        if got < want
+        else None
+    )
 
 
 @scenarios("runs of layers and of the loss", too_many_inputs)
