@@ -21,6 +21,8 @@ def _ways(seen):
 
 def meaning(got, want):
     """In words, or None."""
+    if {*want} - {*got} and {*got} - {*want}:
+        return "names in the model are changed: a module is put around a block, or replaced"
     name = next((name for name in want if not same(got.get(name), want[name])), "")
     if name.startswith("requires_grad of the output") and not any(got[name]):
         return NO_GRAPH
