@@ -12,6 +12,7 @@ from kit.laws import draw, twists
 from kit.laws.precisions import default_dtype
 from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
 from kit.laws.twists import fails, foreign, insert, option, put, refused, trained_before, unused
+from kit.ranks.simulated import simulated_world
 
 
 def epoch():
@@ -173,7 +174,15 @@ STEPS = [
     ("older gradients, and a group for each parameter", put(groups=True), trained_before),
     ("learning rate 0", put(sgd={"lr": 0.0, "momentum": 0.9})),
 ]
+
+
+def in_a_job(w):
+    """This process is one of four ranks, and nobody has asked for what the others have."""
+    w.inside.append(lambda: simulated_world(4, w.device))
+
+
 UNUSUAL = [
+    ("one rank of four", in_a_job),
     ("a model in float64", in_float64, trained_before),
     ("a default dtype of float64", in_default_dtype(torch.float64)),
     ("other modes of torch than usual", twists.in_unusual_modes),

@@ -155,6 +155,8 @@ class TestPart4Snapshots:
     @as_plain_backward("the gradient does not get to, or past, a layer, the loss or the input")
     def test_gradients_reach_whatever_there_is(self):
         x, before = w.data(13, 5), nn.Linear(5, 5)
+        (mixed := w.chain(6, x.device)[0])[1].eval()
+        yield "some layers in eval mode", mixed, w.leaf(13, 5), 2
         for frozen in (0, 3):
             layers = w.chain(6, x.device)[0]
             layers[:frozen].requires_grad_(False)
