@@ -1,4 +1,4 @@
-"""Whoever has written a part, and nothing that only later parts ask for, passes it."""
+"""Answers made of a reference: whoever has written a part, and nothing of later ones, passes it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kit.answers.catalogue import catalogue
 from kit.catalog import ROOT, find_kata
 
 NO_BFLOAT16 = {"if dtype != torch.float32:\n        # Between": "if False:\n        # Between"}
@@ -38,6 +41,20 @@ NO_PRECISIONS = {
 }
 
 
+def judged(answer: Path, name: str, part: int) -> Any:
+    """The verdict on a part."""
+    command = [sys.executable, "-m", "desk", "kata", name, str(part)]
+    done = subprocess.run(
+        [*command, "--answers", str(answer), "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    (verdict,) = json.loads(done.stdout)["verdicts"]
+    return verdict
+
+
 @pytest.mark.parametrize(
     ("name", "part", "edits", "lap"),
     [
@@ -55,16 +72,20 @@ def test_a_part_is_passed_without_what_later_parts_add(tmp_path, name, part, edi
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     (answer := tmp_path / "answer.py").write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "desk", "kata", name, str(part)]
-    done = subprocess.run(
-        [*command, "--answers", str(answer), "--json"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    (verdict,) = json.loads(done.stdout)["verdicts"]
+    verdict = judged(answer, name, part)
     asked = [spec for spec in verdict["specs"] if spec["part"] == part]
     results = {spec["id"]: spec["result"] for spec in asked if lap in ("all", spec["lap"])}
     assert results
     assert {i: r for i, r in results.items() if r not in ("passed", "not_checked")} == {}
+
+
+def test_what_is_known_to_go_wrong_in_another_function_is_the_cause(tmp_path):
+    """Part 3 is judged, and train uses a train_step that is wrong."""
+    kata = find_kata("amp_loop")
+    mistake = next(e for e in catalogue(kata)[0] if e.name == "reads_the_skip_off_the_scale")
+    text = mistake.source(kata.solution.read_text(encoding="utf-8"))
+    (answer := tmp_path / "answer.py").write_text(text, encoding="utf-8")
+    failed = [s for s in judged(answer, kata.name, 3)["specs"] if s["result"] == "failed"]
+    problem = failed[0]["problem"]
+    assert problem["function"] == "train_step"
+    assert problem["cause"].startswith("reads the skip off the scale")
