@@ -40,7 +40,7 @@ from specs.sharded_checkpoint.models import (
 )
 
 WIDE = 48  # rounding to 512 bytes is little of it
-LARGE = 800  # what a process takes besides, some MiB, is little of it
+LARGE = 400  # what a process takes besides, some MiB, is little of it
 MANY = 5  # blocks, of which half are more than three times the largest parameter
 
 

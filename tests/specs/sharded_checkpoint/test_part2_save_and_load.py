@@ -119,9 +119,9 @@ def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Pa
         check_bar(
             f"{call}, what the process of rank {rank} has grown by, bytes objects included",
             yours[1],
-            limit + 16 * 2**20,
+            limit + 8 * 2**20,
             plain=3 * shard_bytes(parameters, 1),
             reference=theirs[1],
-            formula=f"{formula}; and 16 MiB",
+            formula=f"{formula}; and 8 MiB",
             cause="its part is there twice, as in a list and joined; or a whole file is read",
         )
