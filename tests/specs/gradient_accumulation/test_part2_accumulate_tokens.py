@@ -41,6 +41,7 @@ class TestPart2AccumulateTokens:
                 "the targets are shifted once more; they are already": rows(4, 0),
                 "the targets are shifted once more, and counted before that": rows(2, 0),
                 "means weighted by samples: count labelled tokens": rows(1, 3),
+                "logits are reshaped where they should be transposed": rows(1, 1),
             },
         )
 
