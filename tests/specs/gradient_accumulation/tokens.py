@@ -103,7 +103,7 @@ def no_labels(at):
 
 def rows(one, other):
     """Where the two rows of the model in the steps by hand have moved."""
-    return torch.tensor([[one, -one], [-other, other]])
+    return torch.tensor([[one, -one], [-other, other]], dtype=torch.float32)
 
 
 def ids(*shape):
