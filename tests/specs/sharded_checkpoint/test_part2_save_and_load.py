@@ -117,11 +117,11 @@ def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Pa
         if yours[1] is None:
             continue  # nobody counts them here
         check_bar(
-            f"{call}, what the process of rank {rank} has grown by, bytes objects included",
+            f"{call}, growth of the whole process of rank {rank} of 2",
             yours[1],
             limit + 8 * 2**20,
             plain=3 * shard_bytes(parameters, 1),
             reference=theirs[1],
-            formula=f"{formula}; and 8 MiB",
+            formula="the same + 8 MiB; what is no tensor counts too, such as bytes",
             cause="its part is there twice, as in a list and joined; or a whole file is read",
         )
