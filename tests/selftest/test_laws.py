@@ -25,7 +25,7 @@ from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, chec
 from kit.laws.endings import check_ending
 from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.law import Law
-from kit.laws.rules import ROOTS, followed
+from kit.laws.rules import ROOTS, root_followed
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.sequences import for_all
@@ -382,10 +382,9 @@ def test_the_rule_that_an_answer_follows_is_found(belief):
     def follows(n):
         return next(k for k in range(1, n + 2) if ROOTS[belief](n, k))
 
-    sizes = [(n,) for n in range(1, 101)]
-    assert followed(follows, sizes, ROOTS) == belief
-    assert not followed(lambda n: -1 if n == 50 else follows(n), sizes, ROOTS)
-    assert not followed(lambda n: None, sizes, ROOTS)
+    assert root_followed(follows) == belief
+    assert not root_followed(lambda n: -1 if n == 50 else follows(n))
+    assert not root_followed(lambda n: None)
 
 
 def test_an_input_that_an_assert_checks_is_told_so():

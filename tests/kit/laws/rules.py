@@ -29,18 +29,23 @@ def _up(n: int, k: int) -> int:
 
 # What is taken for the k that makes ceil(n / k) + k least.
 ROOTS: dict[str, Rule] = {
-    "n / k is rounded down, not up": least(lambda n, k: n // k + k),
-    "n / k is rounded to the nearest number, not up": least(lambda n, k: round(n / k) + k),
+    "the division is rounded down, not up": least(lambda n, k: n // k + k),
+    "the division is rounded to the nearest number, not up": least(lambda n, k: round(n / k) + k),
     "only numbers that divide the number of layers are tried": least(
         lambda n, k: math.inf if n % k else n // k + k
     ),
     # One and the same number, for every n.
-    "the search stops where the next number is not better, or k counts twice": least(
+    "the search stops where the next number is not better, or it counts itself twice": least(
         lambda n, k: _up(n, k) + 2 * k
     ),
-    "k counts half: ceil(n / k) + k / 2": least(lambda n, k: _up(n, k) + k / 2),
-    "the root of the number, and what is above it, is not tried": lambda n, k: (
+    "a number counts itself half": least(lambda n, k: _up(n, k) + k / 2),
+    "the root of the number of layers, and what is above it, is not tried": lambda n, k: (
         _up(n, k) + k == min(_up(n, j) + j for j in range(1, max(2, math.isqrt(n))))
     ),
     "it is the root of twice the number of layers": lambda n, k: abs(k - math.sqrt(2 * n)) <= 1,
 }
+
+
+def root_followed(call: Callable[[int], Any]) -> str:
+    """The wrong rule by which `call` finds the k."""
+    return followed(call, [(n,) for n in range(1, 101)], ROOTS)

@@ -20,16 +20,20 @@ class Resident:
 @contextlib.contextmanager
 def resident() -> Iterator[Resident]:
     """Count from here to the end of the block; pages of a file that is mapped count too."""
-    found = Resident()
+    found, before = Resident(), _begin()
+    yield found
+    if before is not None:
+        found.growth = 1024 * (_kib("VmHWM") - before)
+
+
+def _begin() -> int | None:
+    """KiB at the start, from which the peak is counted anew; None where nobody counts them."""
     try:
         ctypes.CDLL(None).malloc_trim(0)  # what is free already goes back, and is not filled unseen
-        (_PROCESS / "clear_refs").write_text("5")  # the peak starts anew
-        before = _kib("VmRSS")
+        (_PROCESS / "clear_refs").write_text("5")
+        return _kib("VmRSS")
     except (OSError, AttributeError, StopIteration):
-        yield found
-        return
-    yield found
-    found.growth = 1024 * (_kib("VmHWM") - before)
+        return None
 
 
 def _kib(name: str) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kit.laws.checks import check_raises
-from kit.laws.rules import ROOTS, followed
+from kit.laws.rules import root_followed
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
     LATER,
@@ -28,8 +28,7 @@ def cost(layers, size):
     return math.ceil(layers / size) + size
 
 
-def rule(answer):
-    return followed(answer.best_segment_size, [(n,) for n in range(1, 101)], ROOTS)
+rule = lambda answer: root_followed(answer.best_segment_size)  # noqa: E731
 
 
 @scenarios("ceil(num_layers / s) + s at its best", rule=rule)

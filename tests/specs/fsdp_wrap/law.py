@@ -26,6 +26,9 @@ from specs.fsdp_wrap.play import Trace, length, seen
 # bfloat16 has 8 bits, 1 / 256 in each number: of 150 seeds the worst came to 2.7 % of the gradient.
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
+# What is right, and what each of some mistakes makes of it.
+Guesses = tuple[Tensor, dict[str, Tensor]]
+
 # What is observed of train_step under the name of a law of its contract.
 LAWS = ("loss", "gradients", "grad_norm")
 
@@ -122,10 +125,7 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
     what = observable
     law, _, step = observable.partition(" of ")
     if one.contributions and law in LAWS and step == one.first:
-        clips = law == "gradients" and "max_norm" in one.case.step
-        suspects = (
-            norms(one) if law == "grad_norm" else clipped(one) if clips else guesses(one, law)
-        )
+        suspects = beliefs(one, law)
     if law == "gradients" and isinstance(got, dict):  # a belief explains all of them, or none
         mine = vector(got, one.parameters)
         near = {b: torch.allclose(mine, v, rtol=1e-3, atol=1e-6) for b, v in suspects.items()}
@@ -139,7 +139,9 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         check_close(got, want, what, cause=likely, rtol=1e-4, atol=1e-6, suspects=suspects)
     if isinstance(got, set) and got > want:  # dtypes
-        likely = "only some operations compute in dtype, as under autocast: the policy is of units"
+        likely = (
+            "only some operations compute in dtype, as under autocast; a policy casts whole units"
+        )
     if want is None or isinstance(want, Tensor):
         missing = (
             "the step has used them, and they are cleared after it"
@@ -169,17 +171,28 @@ def _of_runs(got: dict[str, int], want: dict[str, int]) -> str:
     return ""
 
 
-def guesses(one: Alone, law: str) -> dict[str, Tensor]:
+def beliefs(one: Alone, law: str) -> dict[str, Tensor]:
+    """What likely mistakes make of what a law speaks of, where that is wrong."""
+    if law == "grad_norm":
+        want, found = norms(one)
+    elif law == "gradients" and "max_norm" in one.case.step:
+        want, found = clipped(one)
+    elif len(one.members) == 1 or one.case.half:
+        return {}
+    else:
+        want, found = shares(one, law)
+    return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
+
+
+def shares(one: Alone, law: str) -> Guesses:
     """What likely mistakes make of the first step's loss or gradients."""
     parts = one.contributions
     total, ranks = sum(part[2] for part in parts), len(one.members)
-    if ranks == 1 or one.case.half:
-        return {}
     of_rank = {r: sum(p[2] for p in parts if p[0] == r) for r in one.members}
     last = {r: max(p[1] for p in parts if p[0] == r) for r in one.members}
     tokens = {p[:2]: p[2] * (length(*p[:2]) if one.case.lengths else 1) for p in parts}
     # By rank, number and samples of a micro-batch: how much it counts.
-    beliefs: dict[str, Callable[[int, int, int], float]] = {
+    weights: dict[str, Callable[[int, int, int], float]] = {
         "the reduction divides by the ranks, and that is not multiplied away": lambda r, m, n: (
             n / total / ranks
         ),
@@ -205,15 +218,14 @@ def guesses(one: Alone, law: str) -> dict[str, Tensor]:
         return torch.stack(values).sum(0)
 
     want = weighted(lambda r, m, n: n / total)
-    found = {belief: weighted(counts) for belief, counts in beliefs.items()}
-    return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
+    found = {belief: weighted(counts) for belief, counts in weights.items()}
+    return want, found
 
 
-def clipped(one: Alone) -> dict[str, Tensor]:
+def clipped(one: Alone) -> Guesses:
     """What likely mistakes make of the first step's gradients, where its norm is right."""
     limit, parameters = one.case.step["max_norm"] or math.inf, one.parameters
-    grads = {name: grad for name, grad in one.whole.items() if grad is not None}
-    distinct = {p: grads[name] for name, p in parameters if name in grads}
+    grads, distinct = whole(one)
     ranks, total = len(one.members), norm(distinct.values())
     own = [
         (limit / norm(shard(g, r, ranks) for g in distinct.values())).clamp(max=1)
@@ -235,7 +247,13 @@ def clipped(one: Alone) -> dict[str, Tensor]:
         "each parameter's is clipped by its own norm, not by that of all": vector(each, parameters),
     }
     want = vector(one.trace[f"gradients of {one.first}"], parameters)
-    return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
+    return want, found
+
+
+def whole(one: Alone) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
+    """The gradients that there are before clipping: by each name, and by parameter."""
+    there = {name: grad for name, grad in one.whole.items() if grad is not None}
+    return there, {p: there[name] for name, p in one.parameters if name in there}
 
 
 def shard(grad: Tensor, rank: int, ranks: int) -> Tensor:
@@ -248,11 +266,9 @@ def norm(grads: Iterable[Tensor]) -> Tensor:
     return torch.stack([grad.norm() for grad in grads]).norm()
 
 
-def norms(one: Alone) -> dict[str, Tensor]:
+def norms(one: Alone) -> Guesses:
     """What likely mistakes make of the first step's norm."""
-    true = one.whole  # the gradients before clipping, by name
-    there = {name: grad for name, grad in true.items() if grad is not None}
-    distinct = {p: there[n] for n, p in one.parameters if n in there}
+    there, distinct = whole(one)
     groups = one.optimizer.param_groups[0]["params"]
     ranks, place = len(one.members), one.members.index(one.rank)
 
@@ -282,4 +298,4 @@ def norms(one: Alone) -> dict[str, Tensor]:
             g for p, g in distinct.items() if any(p is held for held in groups)
         ),
     }
-    return {belief: v for belief, v in found.items() if not torch.allclose(v, want, rtol=1e-3)}
+    return want, found

@@ -11,7 +11,7 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
-from kit.laws.rules import ROOTS, followed
+from kit.laws.rules import root_followed
 from kit.laws.scenarios import scenarios
 from specs.segment_checkpointing import worlds as w
 
@@ -56,8 +56,7 @@ def runs(answer, device, name, count, segments, want):
     return {what: seen[what] for what in want}, want
 
 
-def rule(answer):
-    return followed(answer.best_segments, [(n,) for n in range(1, 101)], ROOTS)
+rule = lambda answer: root_followed(answer.best_segments)  # noqa: E731
 
 
 @scenarios("segments + ceil(layers / segments) at its best", rule=rule)

@@ -13,8 +13,8 @@ from kit.ranks.shapes import Deep
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from specs.sharded_checkpoint import ranks_build
+from specs.sharded_checkpoint.built import init
 from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
-from specs.sharded_checkpoint.ranks_build import init
 
 
 def _in_each_other(width: int = 48) -> nn.Module:  # rounding to 512 bytes is little of it
