@@ -49,7 +49,8 @@ def watch() -> Iterator[Terminal]:
 def fail(watch: Terminal) -> None:
     """Have a verdict on an answer that is wrong in the details of part 1."""
     watch.save(WRONG)
-    assert "failing at the details of part 1 of 2" in watch.verdict()
+    seen = watch.verdict()
+    assert "failing at the details of part 1 of 2" in seen, seen
 
 
 def test_edit_fail_fix_pass_and_the_part_that_failed_is_judged_first(watch: Terminal) -> None:
@@ -108,7 +109,8 @@ def _back_up(path: Path, text: str) -> None:
 def test_every_way_to_save_is_one_verdict(watch: Terminal) -> None:
     for how in (_replace, _rename, _truncate, _delete, _back_up):
         watch.save(SOLUTION, how)
-        assert "Verdict: passed" in watch.verdict(), how
+        seen = watch.verdict()
+        assert "Verdict: passed" in seen, (how, seen)
         with pytest.raises(pexpect.TIMEOUT):
             watch.screen.expect_exact("Verdict", timeout=0.6)
 
@@ -143,8 +145,9 @@ def test_processes_that_have_collected_judge_the_next_save_unless_a_spec_has_cha
     wait_for(lambda: len(watch.family()) == _READY)
     spec.write_text(text.replace("[1.0], start=2.0), 3.0", "[1.0], start=2.0), 1.0"))
     watch.save(WRONG)
-    assert "Verdict: passed" in watch.verdict()
+    seen = watch.verdict()
     spec.write_text(text)
+    assert "Verdict: passed" in seen, seen
 
 
 def test_a_fork_bomb_ends_in_a_sentence(watch: Terminal) -> None:
