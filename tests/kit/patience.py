@@ -88,12 +88,16 @@ def spent(pid: int) -> Spent:
     except psutil.Error:
         return Spent()
     queued, states, turns = 0, set(), 0
-    for thread in Path(f"/proc/{pid}/task").glob("*"):  # only Linux knows, in nanoseconds
+    threads: list[str] = []
+    with contextlib.suppress(OSError):  # it may end at any moment, and only Linux knows
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
         with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may have ended
-            states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
-            _, waited, count = map(int, (thread / "schedstat").read_text().split())
-            queued += waited
-            turns += count if thread.name == str(pid) else 0
+            folder = Path(f"/proc/{pid}/task/{thread}")
+            states.add((folder / "stat").read_text().rpartition(")")[2].split()[0])
+            _, waited, count = map(int, (folder / "schedstat").read_text().split())
+            queued += waited  # nanoseconds
+            turns += count if thread == str(pid) else 0
     # Who looks is always at work.
     is_ready = pid != os.getpid() and bool(states & {"R", "D"})
     return Spent(times.user + times.system, queued / 1e9, is_ready, turns)

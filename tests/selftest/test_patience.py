@@ -182,6 +182,23 @@ def _endless() -> tuple[int, str]:
 later("endless", _endless)
 
 
+BRIEF = """
+import subprocess
+
+for _ in range(400):
+    with subprocess.Popen(["true"]) as brief:
+        print(brief.pid, flush=True)
+"""
+
+
+def test_a_process_may_end_while_it_is_looked_at() -> None:
+    """The judge looks at processes that end: that cost a verdict, one in some thousands."""
+    with subprocess.Popen([sys.executable, "-c", BRIEF], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        for line in parent.stdout:
+            assert all(spent(int(line)).worked < 1.0 for _ in range(8))
+
+
 @pytest.mark.timeout(300)
 def test_specs_that_loop_or_wait_come_to_their_limit() -> None:
     _, out = result("endless")
