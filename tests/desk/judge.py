@@ -87,8 +87,8 @@ class Bench:
     def __init__(self, job: Job, terminal: Terminal | None) -> None:
         """Fork the processes: a second one where it has a core for itself."""
         self._about = _about(job)
-        # Ranks end a moment after the process that asked for them, and may still write; what is left
-        # then goes with the folder of the warm process.
+        # Ranks end a moment after the process that asked for them, and may still write; what is
+        # left then goes with the folder of the warm process.
         self._folder = tempfile.TemporaryDirectory(
             prefix="judge-", dir=forkserver.start(), ignore_cleanup_errors=True
         )

@@ -42,6 +42,9 @@ ROOTS: dict[str, Rule] = {
     "the root of the number of layers, and what is above it, is not tried": lambda n, k: (
         _up(n, k) + k == min(_up(n, j) + j for j in range(1, max(2, math.isqrt(n))))
     ),
+    "it is the logarithm of the number of layers, not the root": lambda n, k: (
+        abs(k - math.log2(n)) <= 1
+    ),
     "it is the root of twice the number of layers": lambda n, k: abs(k - math.sqrt(2 * n)) <= 1,
 }
 

@@ -3,7 +3,7 @@
 from enum import IntEnum
 from fractions import Fraction
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -13,6 +13,16 @@ from kit.laws.scenarios import scenarios
 
 THREE = IntEnum("Number", {"THREE": 3}).THREE  # is an int
 
+# Bytes of weights, gradients and optimizer state for a parameter, of LoRA for a frozen one.
+RECIPES = {
+    "sgd": (4, 4, 0),
+    "sgd_momentum": (4, 4, 4),
+    "adam": (4, 4, 8),
+    "amp_adam": (4, 4, 8),
+    "master_adam": (2, 2, 12),
+    "lora_16bit": (2, 0, 0),
+    "lora_4bit": (Fraction(1, 2), 0, 0),
+}
 ZERO = "stage 1 divides the state, 2 also gradients, 3 also weights"
 
 
@@ -28,7 +38,49 @@ def rounded(got, want):
     return "a byte too few: shards and half bytes are rounded up" if got == want - 1 else None
 
 
-@scenarios("bytes", rounded)
+def rule(answer):
+    """What a parameter takes, or what the stages divide, where it is not as in the table."""
+    for name, want in RECIPES.items():
+        kinds = {"a parameter": (1, None, want)}
+        if name.startswith("lora"):
+            kinds = {
+                "a frozen parameter": (1, 0, want),
+                "an adapter parameter": (0, 1, RECIPES["adam"]),
+            }
+        for what, (more, adapters, bytes_each) in kinds.items():
+            if told := otherwise(answer, name, more, adapters, bytes_each):
+                return f"{name}: {what} {told}"
+    return ""
+
+
+def otherwise(answer, name, more, adapters, want, n=8000, ranks=5):
+    """What each of n parameters more, or of an adapter, adds at each stage says what it takes."""
+
+    def at(stage, times):
+        trainable = None if adapters is None else n + times * n * adapters
+        zero = {"zero_stage": stage, "ranks": ranks}
+        return answer.training_bytes(n + times * n * more, name, trainable=trainable, **zero)
+
+    try:
+        each = [Fraction(at(stage, 1) - at(stage, 0), n) for stage in range(4)]
+    except Exception:
+        return ""
+    # Where a stage divides them, all but one in `ranks` are gone.
+    divided = [(each[0] - left) * ranks / (ranks - 1) for left in each[1:]]
+    right = [*accumulate(reversed(want))]
+    if each[0] != sum(want):
+        state, gradients = divided[0], divided[1] - divided[0]
+        takes = "+".join(map(str, (each[0] - divided[1], gradients, state)))
+        return (
+            f"takes {takes} bytes of weights, gradients and state, not {'+'.join(map(str, want))}"
+        )
+    if divided != right:
+        numbers = (", ".join(map(str, found)) for found in (divided, right))
+        return "has {} bytes divided at stages 1, 2, 3, not {}".format(*numbers)
+    return ""
+
+
+@scenarios("bytes", rounded, rule)
 def counts(answer, device, words, want):
     return call(answer, words), want
 

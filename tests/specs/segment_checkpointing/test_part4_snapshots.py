@@ -1,5 +1,6 @@
 """The schedule with the fewest steps, counted, and run for real."""
 
+import itertools
 import math
 from functools import partial
 
@@ -30,6 +31,12 @@ def closed_form(layers, snapshots):
     return r * layers - math.comb(snapshots + r, snapshots + 1)
 
 
+def whole_groups(layers, snapshots):
+    """Steps where the last repetition has all the layers that it may have."""
+    r = next(r for r in itertools.count() if math.comb(snapshots + r, r) >= layers)
+    return r * math.comb(snapshots + r, r) - math.comb(snapshots + r, snapshots + 1)
+
+
 def halved(layers, snapshots):
     """Steps where a snapshot is put in the middle, and then in the middle of each half."""
     if snapshots == 1 or snapshots >= layers:
@@ -49,6 +56,12 @@ RULES = {
     ),
     "with a snapshot for each layer no step is counted, and the first sweep is forgotten": (
         lambda n, s, got: got == (0 if s >= n else closed_form(n, s))
+    ),
+    "the last repetition is counted as if it were full": lambda n, s, got: (
+        got == whole_groups(n, s)
+    ),
+    "each layer without a snapshot is counted once, though its input is gone by then": (
+        lambda n, s, got: got == n - 1 + max(0, n - 1 - s) or got == n - 1 + max(0, n - s)
     ),
     "each snapshot is put in the middle of what is left": lambda n, s, got: got == halved(n, s),
 }
