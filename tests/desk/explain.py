@@ -53,7 +53,7 @@ def explain(error: BaseException, judged: Judged) -> Problem:
         here |= {"sure": error.sure, "scenario": error.scenario}
         here |= {"contract": _sentence(error, judged)}
         return Problem("wrong", error.got, error.expected, error.cause, **here)
-    here["scenario"] = notes_of(error)[1]
+    here["scenario"] = notes_of(error).scenario
     if _is_timeout(error):
         return _timeout(judged, place, here)
     if ends_the_gpu(error):
@@ -224,10 +224,13 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
 
 def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
     last = [frame for frame, _ in _frames(error)][-1]
+    known = notes_of(error).cause
     if type(error).__name__ == "BdbQuit" or str(error) == "Quitting debugger":
         return _left_debugger(type(error).__name__ == "Exit", here)
     if type(error).__name__ in _ENDINGS:
         cause = "this ends the spec before it has checked anything"
+    elif known:
+        cause = known
     elif _is_in(last, judged.path):
         cause = "your code raised it at this line"
     else:
@@ -253,6 +256,8 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
     got = _said(error)
+    if known := notes_of(error).cause:
+        return Problem("error", got, "no error", known, sure=True, **here)
     if frame.f_code.co_filename == ENGINE:
         cause = (
             "what the backward pass finds does not fit: a dtype, a shape, or a graph that is gone"
@@ -287,4 +292,4 @@ def _is_a_judges(frame: FrameType) -> bool:
 
 def _said(error: BaseException) -> str:
     """Type, message and notes; of an error in another process, a note says which."""
-    return "\n".join([f"{type(error).__name__}: {error}", *notes_of(error)[0]])
+    return "\n".join([f"{type(error).__name__}: {error}", *notes_of(error).others])

@@ -12,6 +12,7 @@ import pytest
 from kit.answers.catalogue import Entry, catalogue
 from kit.answers.marks import clause_of
 from kit.catalog import find_kata
+from kit.laws.checks import notes_of
 
 LEAST = 80  # percent
 _WHOLE = 0.9  # of the entries, for some need a GPU; fewer are a choice of somebody's
@@ -21,7 +22,7 @@ def note(item: pytest.Item, kata: str, mistake: Entry, error: Exception) -> None
     """A spec has caught a mistake: note whether it names the cause, if it says what it is about."""
     if clause_of(item)[1]:
         words = mistake.says and mistake.says in getattr(error, "cause", "")
-        is_named = bool(getattr(error, "sure", False) or words)
+        is_named = bool(getattr(error, "sure", False) or words or notes_of(error).cause)
         item.user_properties.append(("cause", (kata, mistake.name, is_named)))
 
 

@@ -13,7 +13,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -79,15 +79,35 @@ def in_scenario(error: BaseException, scenario: str, *others: str, tried: int = 
         scenario += f" (1 of {tried} scenarios)"
     if isinstance(error, SpecFailure):
         return error.but(scenario=scenario)
-    vars(error)["__notes__"] = [*getattr(error, "__notes__", []), f"{_SCENARIO}{scenario}"]
+    return _with_note(error, _SCENARIO, scenario)
+
+
+def with_cause(error: BaseException, cause: str) -> BaseException:
+    """The error, to be raised again, with its cause in words."""
+    return _with_note(error, _CAUSE, cause)
+
+
+def _with_note(error: BaseException, kind: str, text: str) -> BaseException:
+    vars(error)["__notes__"] = [*getattr(error, "__notes__", []), f"{kind}{text}"]
     return error
 
 
-def notes_of(error: BaseException) -> tuple[list[str], str]:
-    """What was added to an error, and the scenario in which it came, if there is one."""
+class Notes(NamedTuple):
+    """What was added to an error: the scenario in which it came, its cause, and the rest."""
+
+    scenario: str
+    cause: str
+    others: list[str]
+
+
+def notes_of(error: BaseException) -> Notes:
+    """What was added to an error on its way."""
     notes = getattr(error, "__notes__", [])
-    scenarios = [n.removeprefix(_SCENARIO) for n in notes if n.startswith(_SCENARIO)]
-    return [n for n in notes if not n.startswith(_SCENARIO)], "".join(scenarios[:1])
+    scenario, cause = (
+        next((n.removeprefix(kind) for n in notes if n.startswith(kind)), "")
+        for kind in (_SCENARIO, _CAUSE)
+    )
+    return Notes(scenario, cause, [n for n in notes if not n.startswith((_SCENARIO, _CAUSE))])
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,7 @@ class Bar:
 
 
 _SCENARIO = "in the scenario: "
+_CAUSE = "because: "
 
 # The clause of what every function leaves alone: a law of the module.
 UNTOUCHED = "untouched"

@@ -30,7 +30,7 @@ from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
 from kit.laws.differences import certain, in_another_order, shown
 from kit.laws.mentions import in_words
 from kit.laws.scenarios import as_spec
-from kit.laws.suspects import Suspect, suspects
+from kit.laws.suspects import Suspect, explained, suspects
 from kit.laws.trace import (
     MEANINGS,
     Planted,
@@ -129,7 +129,8 @@ class Law:
             except Exception as error:
                 if found and not isinstance(error, NotImplementedError):
                     break  # what was seen before says more
-                raise
+                run = partial(self._see, scenario=scenario, device=device)
+                raise explained(error, answer, self.kata, self.function, run) from error.__cause__
             want = self._wanted(scenario, device)
             found += self._differences(scenario, got, want, clause)[:1]
             seen[scenario] = self._otherwise(got, want)

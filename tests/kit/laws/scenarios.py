@@ -37,7 +37,7 @@ from kit.answers.marks import subject_of
 from kit.laws import draw
 from kit.laws.checks import SpecFailure, check_equal, in_scenario
 from kit.laws.equal import Raised, same
-from kit.laws.suspects import Suspect, suspects
+from kit.laws.suspects import Suspect, explained, suspects
 from kit.memory.gpu import ends_the_gpu
 from kit.private_torch import ENGINE
 
@@ -122,14 +122,15 @@ def _hold(
     __tracebackhide__ = True
     given, error = _given(answer, device, judge, worlds)
     broken = [name for name, (got, want) in given.items() if not same(got, want)]
+    kata = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).parent.name
     if not broken:
         if error:
-            raise error
+            run = functools.partial(_given_again, len(given), device, judge, worlds)
+            raise explained(error, answer, kata, function, run)
         return
     got, want = given[broken[0]]
     believed = None
     if error is None:
-        kata = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).parent.name
         mine, groups = [got for got, _ in given.values()], suspects(kata, answer, function)
         fitting = functools.partial(_fitting, mine, device, judge, worlds)
         if own := next(fitting(next(groups, [])), None):
@@ -163,6 +164,16 @@ def _given(
         except Exception as error:
             return given, in_scenario(error, name) if name and name not in given else error
     return given, None
+
+
+def _given_again(
+    place: int, device: torch.device, judge: Judge, worlds: Worlds, answer: ModuleType
+) -> object:
+    """What a mistake gives in the scenario at this place, with no other tried before."""
+    draw.seed(0)
+    with _made_on(device), closing(worlds()) as found:  # type: ignore[type-var]
+        name, *world = next(itertools.islice(found, place, None))
+        return judge(answer, device, name, *world)
 
 
 def _judged(

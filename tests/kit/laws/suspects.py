@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+import re
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +17,7 @@ from kit.answers.contract import functions
 from kit.answers.edits import load_edited, used
 from kit.answers.loading import edited, load
 from kit.catalog import find_kata
+from kit.laws.checks import SpecFailure, with_cause
 
 _passed: dict[str, set[str]] = {}  # the specs that an answer has passed, by its file
 _blamed: list[str] = []  # the function that is at fault, where it is another than the spec's own
@@ -88,6 +92,49 @@ def suspects(kata: str, answer: ModuleType, function: str = "") -> Iterator[list
         for entry in open_ones
         if entry.spec != spec and mine & {hunk.scope.partition(".")[0] for hunk in entry.hunks}
     ]
+
+
+def explained(
+    error: BaseException,
+    answer: ModuleType,
+    kata: str,
+    function: str,
+    run: Callable[[ModuleType], object],
+) -> BaseException:
+    """The error, with its cause if a mistake ends in the same one where `run` calls it.
+
+    Mistakes are tried in the function of the contract that the error has come by last. What an
+    answer raises itself says so, and its own line is shown.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    mine = [f.f_code for f in frames if f.f_code.co_filename == getattr(answer, "__file__", None)]
+    is_known = isinstance(error, (SpecFailure, NotImplementedError))
+    if is_known or not mine or mine[-1] is frames[-1].f_code:
+        return error
+    public = functions(find_kata(kata).solution)
+    for name in [code.co_name for code in mine if code.co_name in public][-1:] or [function]:
+        with of_function(name):
+            for suspect in itertools.chain.from_iterable(suspects(kata, answer)):
+                if _ends_in(error, run, suspect.load()):
+                    return with_cause(error, suspect.belief)
+    return error
+
+
+def _ends_in(
+    error: BaseException, run: Callable[[ModuleType], object], mistake: ModuleType | None
+) -> bool:
+    try:
+        run(mistake) if mistake else None
+    except Exception as other:
+        return type(other) is type(error) and _raised_in(other) == _raised_in(error)
+    return False
+
+
+def _raised_in(error: BaseException) -> tuple[str, str, str]:
+    """File and function of the line that raised it, and what it says, without addresses."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    text = re.sub(r"0x[0-9a-f]+", "", str(error))
+    return frame.f_code.co_filename, frame.f_code.co_name, text
 
 
 def _current_spec() -> str:
