@@ -81,10 +81,10 @@ def train_step(
         another dtype, scaler, max_norm or batch.
 
     Details:
-        1. Parameters without a gradient in this step are not stepped, whatever they had before.
+        1. Parameters without a gradient in this step are not stepped.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
-        3. A huge finite gradient such as 1e30 is no overflow: it has a norm, and can be clipped.
+        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and can be clipped.
         4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
@@ -108,7 +108,7 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: positive and finite.
+        init_scale: positive, finite in float32.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
@@ -120,7 +120,7 @@ class LossScaler:
         1. Optimizers share the scale: each is skipped for its own overflow only; one update ends
            the step of all.
         2. A float16 gradient is a ValueError: the model was cast. Other real dtypes are fine.
-        3. Huge finite gradients are no overflow; no scale exceeds float32.
+        3. Huge finite gradients are no overflow; growth beyond float32 is left out.
         4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates (a load is
@@ -221,8 +221,7 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; ValueError or RuntimeError: a part
-        refuses its state.
+        a scaler or scheduler is only saved or only given; any error: a part refuses its state.
     """
     raise NotImplementedError
 
@@ -247,14 +246,14 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state of other masters, or one
-        that its optimizer refuses.
+        loss_scale that is not positive and finite; a state of other masters; any error: its
+        optimizer refuses its state.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
         3. A parameter without a gradient is left alone, its moments too.
-        4. A huge but finite gradient is a step.
+        4. Huge finite gradients are a step.
         5. A loaded state is copied: training does not change it.
     """
 
@@ -280,4 +279,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 279c625079fb
+# untouched stub 773d032a66c0

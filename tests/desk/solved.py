@@ -38,7 +38,7 @@ def show(paper: Paper, verdict: Verdict) -> None:
         if sizes["yours"] > _FAR_ABOVE * sizes["reference"]:
             texts = _texts(figure)
             both = f"yours {texts['yours']}, reference {texts['reference']}"
-            paper.line(f"{_name(figure)}: {both}: what do you still hold?", hang=4)
+            paper.line(f"{_name(figure)}: {both}: what is there that need not be?", hang=4)
     _read_on(paper, verdict.job.kata)
 
 

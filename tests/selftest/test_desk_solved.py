@@ -35,8 +35,8 @@ def shown(capsys, monkeypatch):
 
 def test_a_bar_far_above_the_reference_is_a_question(shown):
     out = shown(_figure("peak", 110, 100), _figure("saved", 111, 100), _figure("bare", 5, None))
-    assert "saved: yours 111 B, reference 100 B: what do you still hold?" in out
-    assert out.count("what do you still hold?") == 1
+    assert "saved: yours 111 B, reference 100 B: what is there that need not be?" in out
+    assert out.count("what is there that need not be?") == 1
     assert "bare" not in out
 
 

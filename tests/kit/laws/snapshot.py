@@ -27,7 +27,7 @@ class Snapshot:
         changed = [kind for kind in kinds if not same(self.before[kind], now[kind])]
         check(
             not changed,
-            expected=f"weights and optimizer state as before {when}",
+            expected=f"weights, gradients and optimizer state as before {when}",
             got=f"{' and '.join(changed)} changed",
             cause=cause,
         )

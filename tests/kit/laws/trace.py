@@ -34,7 +34,8 @@ MEANINGS = {
     "passes forward": "the model runs in another precision, mode, or more than once",
     "passes back": "backward() runs under autocast",
     "loss calls": "the loss runs in another precision, on an output in 16 bits, or out of turn",
-    "skipped": "see whether the optimizer stepped: no norm, loss, weight or scale tells",
+    "skipped": "see whether the optimizer stepped: no norm, loss or scale tells, and a fused "
+    "one is called and skips inside, by its `found_inf`",
     "loss": "it is still scaled, the loss's own tensor and no copy, or with its graph",
     "grad_norm": "it is still scaled, clipped, or not over all that was trained",
     "gradients at": "they are still scaled, stale, or clipped in another way",

@@ -134,7 +134,9 @@ class Side:
 
     def seen(self):
         plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())
-        grads = {name: p.grad for name, p in params.items() if p.grad is not None}
+        grads = {
+            name: p.grad for name, p in params.items() if p.requires_grad and p.grad is not None
+        }
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         seen = {
             "weights": {name: p.detach() for name, p in params.items()},

@@ -64,6 +64,13 @@ def leaf(*shape, **options):
     return torch.ones(*shape, requires_grad=True, **options)
 
 
+def one_is_dropped(x):
+    """Three graphs, of which the first is gone before the last begins."""
+    gone, kept = x.exp(), x.sin()
+    del gone
+    return kept, (x * 2).cos()
+
+
 class TestPart2SavedBytes:
     @pytest.mark.works("saved_bytes", "held")
     @counts("below: a graph is gone by then or not found; above: weights, copies, parts")
@@ -142,6 +149,8 @@ class TestPart2SavedBytes:
         square = torch.arange(9.0).view(3, 3)
         both = lambda _: square @ x + square.t() @ x  # noqa: E731
         yield "a square matrix and its transpose", (square + square.t()).sum(0), x, both
+        first = torch.stack((x.cos(), -2 * (2 * x).sin())).sum(0).detach()
+        yield "a graph is gone when another begins", first, x, lambda _: sum(one_is_dropped(x))
         norm, two = lambda: nn.BatchNorm1d(3).requires_grad_(False), torch.full((3,), 2.0)
         yield "a frozen model is gone", two, x, lambda m: x * m.weight + x * m.running_var, norm
 
@@ -176,6 +185,7 @@ class TestPart2SavedBytes:
 
         x = leaf(64)
         yield "a metric", 4 * 64, lambda: (x.exp().sum().item(), x.tanh())[1]
+        yield "one of three, before the last begins", 4 * 64 + 4 * 64, lambda: one_is_dropped(x)
         yield "its tensor lives on", 4 * 64, lambda: (x.square().sum().item(), x.tanh())[1]
         around = lambda: (x.cos().sum().item(), x.sin(), x.cos().sum().item())[1]  # noqa: E731
         yield "metrics before and after, of what is saved", 4 * 64, around
