@@ -198,12 +198,12 @@ def peak_memory(
         1. Every dtype counts, and every operation, under no_grad too. Under inference_mode,
            temporaries inside operations need not count.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
-        3. The peak is never below the baseline, and an earlier measurement's does not count; on
-           the cpu a step may itself measure.
+        3. The peak is never below the baseline, no earlier measurement's counts; on the cpu a step
+           may itself measure.
         4. A tensor that an operation makes larger (`resize_`, `out=`), or puts on another storage
            (`set_`, `torch.load`), counts with its new size.
         5. `untyped_storage().resize_(0)`, by which FSDP frees parameters, gives back its bytes.
-        6. On cuda the figures are the allocator's.
+        6. On cuda the allocator's bytes count, on the cpu tensors'.
     """
     try:
         device = torch.device(device)

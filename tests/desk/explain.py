@@ -17,6 +17,7 @@ from typing import Any
 from desk import source
 from desk.events import TODO_KIND, Problem
 from desk.source import Place
+from desk.torch_errors import meaning, said
 from kit.answers import contract
 from kit.catalog import ROOT, shown
 from kit.laws.checks import UNTOUCHED, SpecFailure, notes_of
@@ -151,7 +152,7 @@ def _end_of_the_gpu(error: BaseException, here: dict[str, Any]) -> Problem:
         "an index or a label is out of range; a GPU says so late, so the line may be a later one."
         " On the CPU the same error says what it is: nox -s kata"
     )
-    return Problem("error", _said(error).splitlines()[0], "no error", cause, **here)
+    return Problem("error", said(error).splitlines()[0], "no error", cause, **here)
 
 
 def _exit(error: SystemExit, judged: Judged, here: dict[str, Any]) -> Problem:
@@ -215,7 +216,7 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
     place = constructor if constructor.line else place
     if wanted is None and mine is not None:
         cause = f"{name} is called with other arguments than it can take"
-        return Problem("error", _said(error), "no error", cause, sure=True, **place.fields())
+        return Problem("error", said(error), "no error", cause, sure=True, **place.fields())
     if wanted is None or mine is None or wanted == mine:
         return None
     cause = f"the signature is not the one of the stub ({error})"
@@ -231,12 +232,13 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
         cause = "this ends the spec before it has checked anything"
     elif known:
         cause = known
-    elif _is_in(last, judged.path):
-        cause = "your code raised it at this line"
     else:
-        where = f"{last.f_code.co_name} ({Path(last.f_code.co_filename).name})"
-        cause = f"raised in {where}, which this line has called"
-    got = _said(error)
+        where = "your code raised it at this line"
+        if not _is_in(last, judged.path):
+            name = f"{last.f_code.co_name} ({Path(last.f_code.co_filename).name})"
+            where = f"raised in {name}, which this line has called"
+        cause = ": ".join(filter(None, (where, meaning(error))))
+    got = said(error)
     return Problem("error", got, "no error", cause, sure=True, **here)
 
 
@@ -255,7 +257,7 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
     if isinstance(error, AssertionError):
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
-    got = _said(error)
+    got = said(error)
     if known := notes_of(error).cause:
         return Problem("error", got, "no error", known, sure=True, **here)
     if frame.f_code.co_filename == ENGINE:
@@ -266,11 +268,12 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
             cause = "what your code has returned has no graph: it is detached, or was made without"
         expected = "no error in the backward pass"
         return Problem("error", got, expected, cause, sure=is_without_graph, **here)
+    cause = meaning(error) or "the spec could not use what it was given"
     return Problem(
         "error",
         got,
-        f"what the docstring of {judged.function or 'the kata'} promises",
-        f"the spec could not use what it was given, in {_last_line(error)}",
+        f"a call of {judged.function or 'the kata'} and a result that can be used",
+        f"{cause}, in {_last_line(error)}",
         sure=True,
         **here,
     )
@@ -288,8 +291,3 @@ def _last_line(error: BaseException) -> str:
 
 def _is_a_judges(frame: FrameType) -> bool:
     return Path(frame.f_code.co_filename).is_relative_to(ROOT / "tests")
-
-
-def _said(error: BaseException) -> str:
-    """Type, message and notes; of an error in another process, a note says which."""
-    return "\n".join([f"{type(error).__name__}: {error}", *notes_of(error).others])

@@ -93,6 +93,27 @@ def test_an_error_inside_the_answer_is_told_with_its_last_line_and_what_that_cal
     assert "(decoder.py), which this line has called" in told(judged(text)).cause
 
 
+def test_an_error_of_torch_is_told_with_what_it_means(judged):
+    lines = ["import torch", "torch.nn.Linear(2, 1)(torch.zeros(1, 2, dtype=torch.bfloat16))"]
+    problem = told(judged(in_mean(*lines)))
+    assert problem.source == lines[1]
+    assert "one of them was cast" in problem.cause
+    lines = [
+        "from contextlib import contextmanager",
+        "once = contextmanager(lambda: (yield))()",
+        "with once: pass",
+        "once.__enter__()",
+    ]
+    assert "can be entered once" in told(judged(in_mean(*lines))).cause
+
+
+def test_an_error_of_all_ranks_is_told_by_the_last_line_of_the_first(judged):
+    trace = "Traceback (most recent call last): (RANK {0})\n  File 'x.py'\nKeyError: 'moment {0}'\n"
+    words = "ranks:[1, 2]\n" + "".join(map(trace.format, (1, 2)))
+    problem = told(judged(in_mean(f"raise RuntimeError({words!r})")))
+    assert problem.got == "RuntimeError: KeyError: 'moment 1'"
+
+
 def test_an_assert_on_a_gpu_is_told_with_the_way_to_its_cause(judged):
     words = "CUDA error: device-side assert triggered\\nCompile with `TORCH_USE_CUDA_DSA`"
     problem = told(judged(in_mean(f'raise RuntimeError("{words}")')))
@@ -117,7 +138,7 @@ _raise = eval(compile("lambda: (x for x in ()).throw(NotImplementedError())", "k
 def test_what_the_spec_cannot_use_is_told_with_the_definition(judged):
     mine = judged(in_mean("return None"))
     problem = told(mine, lambda module: module.mean([1.0]).item())
-    assert problem.expected == "what the docstring of mean promises"
+    assert problem.expected == "a call of mean and a result that can be used"
     assert "'NoneType' object has no attribute 'item'" in problem.got
     assert problem.source.startswith("def mean(")
 

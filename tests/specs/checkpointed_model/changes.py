@@ -1,3 +1,6 @@
-"""What functions may change after all: a block gets a forward, `function` does what it wants."""
+"""What functions may change: a block gets a forward or hooks, `function` does what it wants."""
 
-CHANGES = {"checkpoint_blocks": ("attributes",), "recompute": ("attributes", "hooks", "data")}
+CHANGES = {
+    "checkpoint_blocks": ("attributes", "hooks of modules"),
+    "recompute": ("attributes", "hooks", "data"),
+}

@@ -73,7 +73,7 @@ def one_is_dropped(x):
 
 class TestPart2SavedBytes:
     @pytest.mark.works("saved_bytes", "held")
-    @counts("below: a graph is gone by then or not found; above: weights, copies, parts")
+    @counts("below: a graph is gone, or not found; above: saved before `forward`, weights, copies")
     def test_counts_what_graphs_still_hold(self):
         """Two layers: the input (11 x 7) for a weight, the ReLU's result (11 x 13) for the next."""
         layers = nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5)
