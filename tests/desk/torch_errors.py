@@ -15,8 +15,8 @@ _MEANINGS = {
         "a parameter of this unit is sharded already: by the caller, or as part of a unit around it"
     ),
     r"must have the same dtype, but got": (
-        "one of them was cast, and not the other: by hand, or by an autocast of another dtype, whose"
-        " cache still has its copies of weights"
+        "one of them was cast, and not the other: by hand, or by an autocast of another dtype,"
+        " whose cache still has its copies of weights"
     ),
 }
 

@@ -111,6 +111,7 @@ BF16, KEPT, CHECKPOINT = (
     {"reshard_after_forward": False},
     {"checkpoint": True},
 )
+SEVERAL_NAMES = ("a block twice",)
 STEP, STEPS, LAST = ("step",), ("step",) * 4, {"sync": "last"}
 DROP = made(blocks=2, drop=0.4)
 CLIP = {"max_norm": 0.2}  # far below every norm
@@ -121,7 +122,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "shapes": {
         name: Case(shape, script=("plain",))
         for name, shape in [
-            *[*SHAPES.items()][1:],
+            *[(name, shape) for name, shape in SHAPES.items() if name not in SEVERAL_NAMES][1:],
             ("a detached block", detached),
             ("named tuples, float64", timed),
         ]
@@ -129,6 +130,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "meshes": {
         "all ranks": Case(),
         "all ranks, a block of two names": Case(named_before, script=("plain",)),
+        "all ranks, a block at two places": Case(SHAPES["a block twice"], script=("plain",)),
         "meshes of half of the ranks": Case(half=True, script=("plain",)),
     },
     "meshes of steps": {
@@ -140,8 +142,10 @@ GROUPS: dict[str, dict[str, Case]] = {
         for name, wrap in {
             "given back": {},
             "kept": KEPT,
-            "checkpoint, bfloat16": CHECKPOINT | BF16,
         }.items()
+    },
+    "evaluation with options": {
+        "checkpoint, bfloat16": Case(DROP, CHECKPOINT | BF16, script=EVALUATE, train=False)
     },
     "bfloat16": {
         "odd sizes": Case(wrap=BF16),
@@ -190,7 +194,6 @@ GROUPS: dict[str, dict[str, Case]] = {
         "train mode after wrap": Case(
             dropping_twice, CHECKPOINT, script=("train", "step", "plain"), train=False
         ),
-        "by keyword": Case(dropping_by_keyword, CHECKPOINT, script=STEP),
     },
     "checkpoint": {
         "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
@@ -217,7 +220,13 @@ GROUPS: dict[str, dict[str, Case]] = {
             cause="a second run goes to its end (early_stop=False) when the gradients of what is "
             "there have come already, so they are lost",
         ),
-        "named tuples, float64, a forward of the caller": Case(timed, CHECKPOINT, script=STEP),
+        "dropout, by keyword": Case(dropping_by_keyword, CHECKPOINT, script=STEP),
+        "named tuples, float64": Case(
+            timed,
+            CHECKPOINT,
+            script=STEP,
+            cause="a float64 input is cast by a policy, or a namedtuple becomes a tuple",
+        ),
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {

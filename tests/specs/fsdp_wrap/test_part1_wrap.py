@@ -72,8 +72,8 @@ class TestPart1Wrap:
     @pytest.mark.parametrize(
         ("name", "shape", "options"),
         [
-            ("nested", look_alikes, {"looked": True}),
-            ("nested, also a subclass", with_a_subclass, {"looked": True, "checkpoint": True}),
+            ("nested", look_alikes, {}),
+            ("nested, also a subclass", with_a_subclass, {"checkpoint": True}),
             ("only blocks, autocast", only_blocks, {"checkpoint": True, "autocast": True}),
         ],
         ids=["plain-nested", "checkpoint-nested", "checkpoint-only_blocks"],
@@ -82,13 +82,9 @@ class TestPart1Wrap:
         """A block inside a block is a unit, also one of a subclass, which may be named too; what
         has a class of the same name is none. Slices of one tensor are not shared. The root may
         have nothing.
-
-        Where it has something, a forward under no_grad has been before. Elsewhere FSDP2 gathers in
-        the order of that one too, and before torch 2.13 nothing public forgets it.
         """
         memory, calls = books(answer, device, 8, shape=shape, **options)
-        looked = ", after a forward under no_grad" if options.get("looked") else ""
-        check_calls(calls, planned(shape, 8), what=f"a step of the model: {name}{looked}")
+        check_calls(calls, planned(shape, 8), what=f"a step of the model: {name}")
         left = {kind: memory.after[kind] for kind in ("unsharded", "communication", "activations")}
         want = {"unsharded": 0, "communication": 0, "activations": 2 * 512}  # inputs and targets
         cause = "what a block gets, returns or gathers is held by more than the step"
@@ -99,18 +95,16 @@ class TestPart1Wrap:
         ("shape", "options"),
         [
             (tall, {}),
-            (wide, {"looked": True}),
             (nested, {}),
             (integers_first, {"train": False}),
         ],
-        ids=["six_blocks", "evaluated", "nested", "eval_mode-integers_first"],
+        ids=["six_blocks", "nested", "eval_mode-integers_first"],
     )
     def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, options):
         """reshard_after_forward=False: n + 1 gathers, n + 1 reductions."""
         calls = books(answer, device, 8, shape=shape, **KEPT, **options).calls
         want = planned(shape, 8, gathers=1)
         mode = "" if options.get("train", True) else " in eval mode"
-        mode += " after an evaluation" if options.get("looked") else ""
         check_calls(calls, want, what=f"a step with reshard_after_forward=False{mode}")
 
     @pytest.mark.exact("wrap", "values")
@@ -219,6 +213,20 @@ class TestPart1Wrap:
         self, answer, reference, device, shape, options
     ):
         simulated.check_forward_alone(answer, reference, device, shape, options)
+
+    @pytest.mark.survives("wrap", 1)
+    @pytest.mark.parametrize(
+        ("shape", "options"),
+        [(look_alikes, {}), (with_a_subclass, {"checkpoint": True}), (wide, KEPT)],
+        ids=["nested", "checkpoint-nested", "kept"],
+    )
+    def test_a_step_after_a_forward_alone_gathers_as_before(self, answer, device, shape, options):
+        """The root has something: else FSDP2 gathers in the order of the forward under no_grad too,
+        and before torch 2.13 nothing public forgets it.
+        """
+        calls = books(answer, device, 8, shape=shape, looked=True, **options).calls
+        want = planned(shape, 8, gathers=1 if options == KEPT else 2)
+        check_calls(calls, want, what=f"a step after a forward under no_grad, with {options}")
 
     @pytest.mark.survives("wrap", "Raises")
     @pytest.mark.parametrize("what", REFUSED, ids=lambda w: w.replace(" ", "_"))

@@ -150,6 +150,11 @@ class TestPart3TrainStep:
         cause += "the block for its own"
         hold(answer, world, "checkpointed shapes", cause=cause)
 
+    @pytest.mark.survives("wrap", 1)
+    def test_evaluation_goes_with_the_other_options(self, answer, world):
+        cause = "a forward pass that no backward follows has dropout on, or another dtype"
+        hold(answer, world, "evaluation with options", cause=cause)
+
     @pytest.mark.survives("train_step", 2)
     def test_a_sample_counts_once_however_large_it_is(self, answer, world):
         """Tokens: the lengths differ, 2 and 7 on rank 0, 5 and 1 on rank 1."""
