@@ -117,7 +117,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint; other names, extra state's too, or tensors of other shapes. Names the folder.
+        no checkpoint; other names, extra state's too; other shapes of weights or buffers. Names
+        the folder.
     """
     raise NotImplementedError
 
@@ -162,4 +163,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub ec371a7d2e77
+# untouched stub e2dea3120c85

@@ -193,7 +193,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint; other names, extra state's too, or tensors of other shapes. Names the folder.
+        no checkpoint; other names, extra state's too; other shapes of weights or buffers. Names
+        the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:

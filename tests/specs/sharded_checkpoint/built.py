@@ -20,12 +20,11 @@ SEED, DRAWN = 6, 3
 
 
 class Tricky(nn.Module):
-    """Blocks in blocks, one of a subclass; ties, frozen parameters, two precisions, both modes."""
+    """Blocks in blocks, one of a subclass; frozen parameters, two precisions, both modes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.zeros(1))  # one row: only rank 0 has it
-        self.offset_again = self.offset
         self.register_buffer("scale", torch.ones(7, 1))
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
@@ -39,14 +38,24 @@ class Tricky(nn.Module):
         self.outer = nn.Sequential(Outer(WIDTH).requires_grad_(False), Deep(WIDTH))
         self.spare = Thin().to(torch.bfloat16)
         self.embed, self.again = nn.Linear(FEATURES, WIDTH), nn.Linear(FEATURES, WIDTH)
+        self.eval().outer.train()
+
+
+class Tied(Tricky):
+    """The same with ties: of two modules, of two names in one, of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset_again = self.offset
         self.again.weight = self.embed.weight
         self.embed.register_buffer("ratio", self.scale)
         self.embed.register_buffer("steps", self.steps)
         self.embed.register_buffer("mask", self.mask, persistent=False)
-        self.eval().outer.train()
+        self.embed.eval()
 
 
-MODELS: dict[str, Any] = {"plain": Model, "tricky": Tricky, "with a block twice": Twice}
+UNTIED: dict[str, Any] = {"plain": Model, "tricky": Tricky, "with a block twice": Twice}
+MODELS = {**UNTIED, "tied": Tied}
 
 
 def init(module: nn.Module) -> None:

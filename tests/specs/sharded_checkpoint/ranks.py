@@ -25,6 +25,7 @@ from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     SETTINGS,
     Extra,
+    Rich,
     Tiny,
     adamw,
     evaluate,
@@ -67,7 +68,7 @@ def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optim
 
 def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str, Any]:
     """Two steps, a checkpoint, and two more steps; the learning rates fall after each step."""
-    model = sharded(tied())
+    model = sharded(tied(kind=Rich))
     optimizer = in_groups(model.parameters(), kind, 0.01)
     up = model.blocks[0].up
     up.weight.grad = torch.ones_like(up.weight)  # it trained before it was frozen
@@ -87,7 +88,7 @@ def load_and_go_on(
     answer: Any, rank: int, folder: Path, kind: Any, is_new: bool, saved: dict[str, Any]
 ) -> None:
     """The checkpoint into a model that has trained otherwise, or that is new; two more steps."""
-    model = sharded(other(tied(seed=9)))
+    model = sharded(other(tied(seed=9, kind=Rich)))
     optimizer = in_groups(model.parameters(), kind, 0.5)
     if not is_new:
         _use_amsgrad(optimizer, 0)  # its state is there where none was saved, and the other way
@@ -248,7 +249,9 @@ def check_alike(raised: list[str], what: str = "what they have found") -> None:
     """Both ranks raise, or neither does."""
     __tracebackhide__ = True
     cause = f"the ranks do not tell each other {what}"
-    check_equal(bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as 1", cause=cause)
+    check_equal(
+        bool(raised[0]), bool(raised[1]), "whether rank 0 raises, as rank 1 does", cause=cause
+    )
 
 
 def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | None]:
@@ -296,6 +299,17 @@ def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
         cause = "what is saved in one dtype is written, or loaded, in another; or pieces are mixed"
         _check_loaded(model, optimizer, saved, cause)
         on_rank_0(functools.partial(shutil.rmtree, folder))
+
+
+def keeps_names(answer: Any, rank: int, folder: Path) -> None:
+    """What has a name that may be taken for another's."""
+    model, optimizer = trained(tied())
+    saved = state(model, optimizer)
+    answer.save(folder, model, optimizer, 1)
+    move(model, optimizer)
+    answer.load(folder, model, optimizer)
+    cause = "a weight whose name ends as extra state's is taken for it, or names are cut or sorted"
+    _check_loaded(model, optimizer, saved, cause)
 
 
 def drops_gradients(answer: Any, rank: int, folder: Path) -> None:

@@ -37,9 +37,9 @@ def built(answer: Any, kind: str) -> Any:
     return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, momentum)
 
 
-def built_has(answer: Any, rank: int, what: str, cause: str) -> None:
+def built_has(answer: Any, rank: int, what: str, cause: str, kinds: Any = (*MODELS,)) -> None:
     """Fail unless what was built has that of one process."""
-    for kind in MODELS:
+    for kind in kinds:
         model = built(answer, kind)[0]
         on_meta = [name for name, v in model.state_dict().items() if v.is_meta]
         unfinished = "to_empty() has not been called, or not on all that is on meta"

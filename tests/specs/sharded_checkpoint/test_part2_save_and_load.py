@@ -39,6 +39,10 @@ class TestPart2SaveAndLoad:
         """Weights of 16 and of 64 bits; Adam counts its steps in float32, beyond 256."""
         world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
 
+    @pytest.mark.survives("load", "goes on")
+    def test_weights_of_any_name_come_back(self, answer, world, tmp_path):
+        world.run(answer, ranks.keeps_names, tmp_path / "run")
+
     @pytest.mark.exact("load", "drops")
     def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
         """Of parameters too that the optimizer does not have."""
