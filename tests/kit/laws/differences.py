@@ -81,6 +81,11 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     if got.numel() != want.numel() or got.is_complex() or want.is_complex() or not got.numel():
         return None
     mine, true = got.detach().flatten().double(), want.detach().flatten().double()
+    if what.startswith("gradient") and bool(mine.isnan().all() & true.isfinite().all()):
+        return (
+            "one NaN has come to every number: by a factor for all, such as inf / inf of a clipping"
+            " to an infinite norm, or through the model"
+        )
     if bool(mine.isinf().any() & true.isfinite().all() & (true.abs().max() > _ROOT)):
         return "it overflows on the way: in 16 bits, or as a square of more than 1e19 in float32"
     off = (mine - true.to(mine.device)).norm()

@@ -37,6 +37,7 @@ def inside_another(w):
     twists.inside_autocast({torch.bfloat16: torch.float16}.get(w.dtype, torch.bfloat16))(w)
 
 
+DISABLED = {"enabled": False}  # a scaler
 SIZES = [(0.5, 4, 9), (0.1, 256, 1024), (0.3, 6, 10), (2.0, 8, 2)]
 WRONG = {
     "the ratio is upside down": {"linear": lambda r: 1 / r, "sqrt": lambda r: r**-0.5},
@@ -149,6 +150,7 @@ class TestPart5MixedPrecision:
         yield "a parameter without a gradient", unused, HALF
         yield "a foreign parameter", foreign, HALF, tag("foreign")
         yield "a scale that grows in every window", twists.scaled(growth_interval=1)
+        yield "none but a disabled one, in float32", put(dtype=torch.float32, scaler=DISABLED), HALF
         yield "a scale that falls little", twists.scaled(backoff_factor=0.9), gradient(math.inf, 4)
 
     @pytest.mark.exact("train_epoch", 5)
@@ -197,17 +199,16 @@ class TestPart5MixedPrecision:
     @pytest.mark.survives("train_epoch", "Raises")
     @EPOCH.spec()
     def test_refuses_a_dtype_or_a_scaler_that_does_not_fit(self):
-        off, on = {"enabled": False}, {"init_scale": 2.0}
+        on = {"init_scale": 2.0}
         for dtype, scaler, *named in (
             ("float64", None),
             ("float16", None, "None"),
-            ("float16", off, "Scaler"),
+            ("float16", DISABLED, "Scaler"),
             ("bfloat16", on, "Scaler"),
             ("float32", on, "Scaler"),
         ):
             chosen = put(dtype=getattr(torch, dtype), scaler=scaler)
             yield f"{dtype}, scaler {scaler}", *refused(chosen, mentions=[(dtype, *named)])
-        yield "float32, a disabled scaler", put(scaler=off), HALF
 
     @pytest.mark.survives("scaled_lr", "Raises")
     @refuses("this input is not checked, or the message does not say which value was wrong")
