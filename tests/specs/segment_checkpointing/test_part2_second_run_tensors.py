@@ -156,17 +156,22 @@ class TestPart2Tensors:
     @pytest.mark.survives("checkpoint", 7)
     def test_a_tensor_hidden_in_a_result_is_no_constant(self, answer, device):
         x = draw.randn(5, device=device, requires_grad=True)
-        cause = "autograd does not see the tensors inside a list: refuse them, or take them out"
-        for hide, find in (
-            (lambda t: [t], lambda result: result[0]),
-            (lambda t: OrderedDict(y=t), lambda result: result["y"]),
-            (lambda t: (t, {"y": w.Pair(1, [t])}), lambda result: result[1]["y"][1][0]),
+        cause = "autograd does not see a tensor in a list, tuple or dict: refuse it, or take it out"
+        for where, hide, find in (
+            ("a list", lambda t: [t], lambda result: result[0]),
+            ("an OrderedDict", lambda t: OrderedDict(y=t), lambda result: result["y"]),
+            (
+                "a namedtuple in a dict in a tuple",
+                lambda t: (t, {"y": w.Pair(1, [t])}),
+                lambda result: result[1]["y"][1][0],
+            ),
         ):
 
             def ask(call, hide=hide, find=find):
                 (x * find(call(lambda a: hide(a.sin()), x))).sum().backward()
 
-            w.check_right_or_refused(ask, w.plain_call, answer.checkpoint, [x], cause, TypeError)
+            both, where = (w.plain_call, answer.checkpoint), f", for a tensor in {where}"
+            w.check_right_or_refused(ask, *both, [x], cause, TypeError, where)
 
 
 def arguments():

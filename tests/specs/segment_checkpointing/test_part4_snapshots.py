@@ -235,6 +235,10 @@ class TestPart4Snapshots:
     def test_the_sweep_leaves_nothing_behind(self, answer, reference, device):
         """Bar: the input, which was computed, + 8 KiB. It has 32 KiB or more."""
         layers, leaf = w.big_chain(10, device)
+        loss = answer.backward_with_snapshots(layers, leaf, lambda out: out[0, 0], 3)
+        cause = "a view keeps the memory of all that it is a view of, detached or not: clone it"
+        what = "bytes of memory that the loss of `lambda out: out[0, 0]` keeps"
+        check_equal(loss.untyped_storage().nbytes(), loss.nbytes, what, cause=cause)
 
         def step(call, kept):
             kept.append(leaf.exp().sin())
@@ -244,10 +248,6 @@ class TestPart4Snapshots:
         read = w.bytes_left(step, device, layers, leaf)
         title, cause = "bytes after the sweep", "an output, a snapshot or a graph outlives the call"
         w.check_bytes(title, read, calls, leaf.nbytes + 8192, "the input + 8 KiB", cause)
-        loss = answer.backward_with_snapshots(layers, leaf, lambda out: out[0, 0], 3)
-        cause = "a view keeps the memory of all that it is a view of, detached or not: clone it"
-        what = "bytes of memory that the loss of `lambda out: out[0, 0]` keeps"
-        check_equal(loss.untyped_storage().nbytes(), loss.nbytes, what, cause=cause)
 
     @pytest.mark.survives("backward_with_snapshots", "random state")
     @pytest.mark.parametrize("end", ["error", "ctrl_c"])

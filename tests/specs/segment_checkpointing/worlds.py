@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.laws.checks import SpecFailure, check_bar, check_equal
+from kit.laws.checks import SpecFailure, check_bar, check_equal, fail
+from kit.laws.differences import differences, show
 from kit.laws.equal import same
 from kit.laws.scenarios import scenarios
 from kit.laws.trace import Probe
@@ -156,7 +157,7 @@ def observe(call, step, device, runs=1):
     return {
         "results": results,
         "loss": loss.detach(),
-        "the random numbers after the forward pass": between,
+        "the random numbers after the call": between,
         **{f"gradient of {name}": leaf.grad for name, leaf in leaves.items()},
         "the random numbers after the backward pass": draw.next_random(device),
         **{f"{name} as before": now == before[name] for name, now in observed().items()},
@@ -194,7 +195,7 @@ def raised(step, kind):
     return "no error"
 
 
-def check_right_or_refused(ask, plain, mine, leaves, cause, refusal=RuntimeError):
+def check_right_or_refused(ask, plain, mine, leaves, cause, refusal=RuntimeError, where=""):
     """Gradients as the plain call has them, or an error of that kind; either way no others."""
     __tracebackhide__ = True
     seen = []
@@ -207,9 +208,14 @@ def check_right_or_refused(ask, plain, mine, leaves, cause, refusal=RuntimeError
     if came == refusal.__name__:  # then nothing may have moved that the plain way leaves alone
         grads = [g if want is None else want for want, g in zip(wants, grads, strict=True)]
     pairs = zip(wants, grads, strict=True)
-    right = [g is want if None in (g, want) else g.allclose(want) for want, g in pairs]
-    what = f"right gradients for each leaf and no others, or a {refusal.__name__} ({came})"
-    check_equal(right, [True] * len(right), what, cause=cause)
+    for want, grad in pairs:
+        if not (grad is want if None in (grad, want) else grad.allclose(want)):
+            plain_one = "none" if want is None else show(want)
+            fail(
+                expected=f"a {refusal.__name__}, or the plain call's gradient: {plain_one}{where}",
+                got=f"{came}, and the gradient: {differences(grad, want)}",
+                cause=cause,
+            )
 
 
 def check_not_torchs_own(step):
