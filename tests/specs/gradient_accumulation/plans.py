@@ -33,6 +33,7 @@ class Plan:
 
 
 UNEVEN, SEVERAL = (UNEQUAL, ((2, 5, 6),)), (UNEQUAL, UNEQUAL[2:])
+NAMED = "names the value that is wrong"  # what a message does
 UNREADABLE = "a micro-batch on a broken disk"
 BAD = {name: batch for name, *batch in NO_TOKENS} | {"nothing": (None, 0)}
 
@@ -171,7 +172,7 @@ def _right(name, rank):
     seen = observe(call, partial(scenario, name, rank), CPU)
     flags = [m.training for m in seen["_world"].model.modules()]
     del seen["_error"]
-    kept = {"data untouched": True, "synchronises": True, "message": True}
+    kept = {"data untouched": True, "synchronises": True, "message": NAMED}
     return {**seen, "training flags": flags, **kept}
 
 

@@ -15,7 +15,7 @@ from kit.laws.trace import Planted, observe
 from kit.private_torch import data_version
 from kit.ranks.collectives import collectives
 from specs.gradient_accumulation import memory, oracle
-from specs.gradient_accumulation.plans import CPU, PLANS, UNREADABLE, scenario
+from specs.gradient_accumulation.plans import CPU, NAMED, PLANS, UNREADABLE, scenario
 from specs.gradient_accumulation.tokens import UNEQUAL, labelled, language_model
 
 
@@ -61,7 +61,8 @@ def observed(answer, rank, name):
         if not isinstance(error, (ValueError, Planted)) or world.refused_at is None:
             raise error
         seen["outcome"] = "ValueError"  # or that which was met when the window was read
-    return seen | {"message": says(error, world.mentions)}
+    is_named = says(error, world.mentions)
+    return seen | {"message": NAMED if is_named else f"{error}"[:100]}
 
 
 @functools.cache  # and so never given back: the end of a gloo group waits for ever at times
