@@ -47,7 +47,7 @@ class Judged:
 def explain(error: BaseException, judged: Judged) -> Problem:
     """What the exception means for the candidate."""
     place = place_in(error, judged.path)
-    here = (place or source.find(judged.path, judged.function)).fields()
+    here = (place or source.find(judged.path, _about(error, judged))).fields()
     if isinstance(error, SpecFailure):
         if error.at or error.clause == UNTOUCHED:  # no line that an error came by has done that
             here = source.find(judged.path, error.at or judged.function).fields()
@@ -73,6 +73,13 @@ def explain(error: BaseException, judged: Judged) -> Problem:
     if place:
         return _raised(error, judged, here)
     return _unusable(error, judged, here)
+
+
+def _about(error: BaseException, judged: Judged) -> str:
+    """The function of the spec; of a class the method, where the clause has its name."""
+    clause = getattr(error, "clause", "") or judged.clause
+    is_law = isinstance(clause, str) and "." not in judged.function
+    return f"{judged.function}.{clause}" if is_law else judged.function
 
 
 def _sentence(error: SpecFailure, judged: Judged) -> str:

@@ -10,7 +10,7 @@ from desk.board import Standing
 from desk.hint_file import Hints, parse
 from desk.paper import Paper
 from desk.state import State
-from kit.catalog import Kata, shown
+from kit.catalog import Kata, in_words, shown
 
 
 def run(name: str | None, part: str | None, rung: str | None, paper: Paper) -> int:
@@ -41,7 +41,7 @@ def show(paper: Paper, kata: Kata, part_text: str, rung_text: str, spec: str = "
     part = _number(part_text, hints.parts, f"{kata.name} has no part", "part")
     ladder, rung = hints.parts[part], 0
     if rung_text == "0" and spec in hints.specs:
-        heading, paragraphs = _words(spec), [hints.specs[spec]]
+        heading, paragraphs = in_words(spec), [hints.specs[spec]]
         which = "a hint for the spec that failed"
     else:
         spec = ""
@@ -82,10 +82,6 @@ def _hints(kata: Kata) -> Hints:
         raise Misuse(
             f"there are no hints for {kata.name} yet ({shown(kata.hints)} is missing)"
         ) from None
-
-
-def _words(spec: str) -> str:
-    return spec.removeprefix("test_").replace("_", " ")
 
 
 def _in_hand(name: str | None, state: State) -> Standing:

@@ -262,7 +262,7 @@ _kata_named = functools.cache(catalog.find_kata)  # it reads katas.toml, for eac
 def _sentence(item: pytest.Item) -> str:
     """The name of the spec as words."""
     name: str = getattr(item, "originalname", item.name)
-    return name.removeprefix("test_").replace("_", " ")
+    return catalog.in_words(name)
 
 
 def _case(item: pytest.Item) -> str:

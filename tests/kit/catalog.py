@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,3 +152,9 @@ def shown(path: Path) -> str:
         return str(path.resolve().relative_to(ROOT))
     except ValueError:
         return str(path)
+
+
+def in_words(name: str) -> str:
+    """The name of a spec or of a mistake, as one says it."""
+    words = name.removeprefix("test_").replace("_", " ").replace("micro batch", "micro-batch")
+    return re.sub(r"\b(caller|torch)s\b", r"\1's", words)

@@ -16,7 +16,7 @@ from kit.answers.catalogue import Entry, catalogue
 from kit.answers.contract import functions
 from kit.answers.edits import load_edited, used
 from kit.answers.loading import edited, load
-from kit.catalog import find_kata
+from kit.catalog import find_kata, in_words
 from kit.laws.checks import SpecFailure, with_cause
 
 _passed: dict[str, set[str]] = {}  # the specs that an answer has passed, by its file
@@ -33,7 +33,7 @@ class Suspect:
     @property
     def words(self) -> str:
         """What it does."""
-        return self.entry.name.replace("_", " ")
+        return in_words(self.entry.name)
 
     @property
     def belief(self) -> str:
