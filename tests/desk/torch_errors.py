@@ -14,6 +14,10 @@ _MEANINGS = {
     r"Invariant encountered: value was None when it should not be": (
         "a parameter of this unit is sharded already: by the caller, or as part of a unit around it"
     ),
+    r"fully_shard has already been applied": (
+        "it is a unit already: the model itself may be of a class of blocks, or a block stands at"
+        " two places"
+    ),
     r"must have the same dtype, but got": (
         "one of them was cast, and not the other: by hand, or by an autocast of another dtype,"
         " whose cache still has its copies of weights"

@@ -59,6 +59,8 @@ def certain(got: object, want: object, what: str = "") -> str | None:
             return "the error that comes is kept back"
         return "the error that comes is caught, and another one is raised"
     if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
+        if want.is_complex():
+            return "no gradient gets there: it is detached, or is_floating_point() has said no"
         return "no gradient gets there: something on the way is detached, or has no graph"
     if isinstance(got, Tensor) and want is None and what.startswith("gradient"):
         if not bool(got.any()):

@@ -16,7 +16,7 @@ from kit.laws.checks import check_equal
 from kit.laws.equal import same
 from kit.ranks.shards import mesh
 from kit.ranks.toys import Model
-from specs.sharded_checkpoint.built import MODELS, alone, begin, guesses, init, values
+from specs.sharded_checkpoint.built import MODELS, UNTIED, alone, begin, guesses, init, values
 from specs.sharded_checkpoint.models import BLOCK_TYPES, Tiny, momentum
 from specs.sharded_checkpoint.ranks import error_of, of_all
 
@@ -37,7 +37,7 @@ def built(answer: Any, kind: str) -> Any:
     return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, momentum)
 
 
-def built_has(answer: Any, rank: int, what: str, cause: str, kinds: Any = (*MODELS,)) -> None:
+def built_has(answer: Any, rank: int, what: str, cause: str, kinds: Any = (*UNTIED,)) -> None:
     """Fail unless what was built has that of one process."""
     for kind in kinds:
         model = built(answer, kind)[0]
@@ -67,7 +67,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
 
 def built_units(answer: Any, rank: int) -> None:
     """Which modules are units."""
-    for kind in MODELS:
+    for kind in UNTIED:
         model, _ = built(answer, kind)
         modules = dict(model.named_modules())
         want = [n for n, m in modules.items() if not n or isinstance(m, BLOCK_TYPES)]
@@ -76,9 +76,9 @@ def built_units(answer: Any, rank: int) -> None:
         check_equal(got, want, f"units of the model {kind}", cause=cause)
 
 
-def built_optimizer(answer: Any, rank: int) -> None:
+def built_optimizer(answer: Any, rank: int, kinds: Any = (*UNTIED,)) -> None:
     """It has each parameter of the model, and each once."""
-    for kind in MODELS:
+    for kind in kinds:
         model, optimizer = built(answer, kind)
         names = {p: name for name, p in model.named_parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -108,6 +108,17 @@ def built_once(answer: Any, rank: int) -> None:
     cause = "make_model is called with memory, or twice, or meta is not left again"
     want = ["meta", "an optimizer", "cpu"]
     check_equal(seen, want, "devices of new tensors, and optimizers", cause=cause)
+
+
+def built_with_ties(answer: Any, rank: int) -> None:
+    """What is one parameter, or one buffer, is still one; all else is as without ties."""
+    cause = "to_empty(), or a new parameter, has cut the tie"
+    built_has(answer, rank, "ties", cause, (*MODELS,))
+    cause = "the tie is cut while `init` runs, which then draws for each name of it; or a "
+    cause += "module of the two is left out"
+    for what in ("values", STREAM):
+        built_has(answer, rank, what, cause, ("tied",))
+    built_optimizer(answer, rank, ("tied",))
 
 
 def build_fails_on_one(answer: Any, rank: int) -> None:

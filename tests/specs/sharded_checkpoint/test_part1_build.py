@@ -13,7 +13,7 @@ from kit.ranks.shapes import Deep
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from specs.sharded_checkpoint import ranks_build
-from specs.sharded_checkpoint.built import UNTIED, init
+from specs.sharded_checkpoint.built import init
 from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
 
 
@@ -28,7 +28,7 @@ class TestPart1Build:
     def test_has_the_values_of_one_process(self, answer, world):
         """To the bit: the numbers that one process draws, module by module, in its order."""
         cause = "init runs in another order, on modules that lack something, or on shards"
-        world.run(answer, ranks_build.built_has, "values", cause, (*UNTIED,))
+        world.run(answer, ranks_build.built_has, "values", cause)
 
     @pytest.mark.exact("build", "units")
     def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, world):
@@ -80,11 +80,7 @@ class TestPart1Build:
     @pytest.mark.survives("build", 2)
     def test_ties_stay(self, answer, world):
         """And have the values of one process: `init` sets what is tied once for each module."""
-        cause = "to_empty(), or a new parameter, has cut the tie"
-        world.run(answer, ranks_build.built_has, "ties", cause)
-        cause = "the tie is cut while `init` runs, which then draws for each name of it; or a "
-        cause += "module of the two is left out"
-        world.run(answer, ranks_build.built_has, "values", cause, ("tied",))
+        world.run(answer, ranks_build.built_with_ties)
 
     @pytest.mark.survives("build", 3)
     def test_train_mode_and_what_is_frozen_stay(self, answer, world):
