@@ -33,6 +33,7 @@ from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, never_wrong,
 FLOAT, INT = torch.float32, torch.int64
 # Dicts of other classes
 DICTS = {"an ordered dict": OrderedDict, "a defaultdict": partial(defaultdict, float)}
+DICTS["a dict of a class of one's own"] = type("Output", (OrderedDict,), {})
 
 
 @scenarios("the step")

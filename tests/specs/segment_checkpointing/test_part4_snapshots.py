@@ -184,6 +184,9 @@ class TestPart4Snapshots:
         yield "complex numbers between", layers, x, 2
         doubles = w.chain(5, x.device)[0].double(), w.leaf(13, 5, dtype=torch.float64)
         yield "float64", *doubles, 2, torch.mean
+        for at in (0, 2):
+            (cut := [*w.chain(5, x.device)[0]])[at] = w.Applied(torch.Tensor.detach)
+            yield f"layer {at + 1} detaches", cut, w.leaf(13, 5), 2
         in_place = lambda out: w.loss_of(out.mul_(2))  # noqa: E731
         yield "unequal widths, the loss in place", mlp(5, 9, 2, 7, device=x.device), x, 2, in_place
         yield "a loss with parameters", w.chain(5, x.device)[0], x, 2, WithHead(5, 3)
