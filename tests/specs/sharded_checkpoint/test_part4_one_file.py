@@ -73,10 +73,10 @@ class TestPart4OneFile:
         )
 
     @pytest.mark.survives("save_whole", "whole")
-    def test_a_full_disk_raises_on_every_rank_and_leaves_no_half_file(
+    def test_what_fails_on_one_rank_raises_on_every_rank_and_leaves_no_half_file(
         self, answer, world, tmp_path
     ):
-        """Rank 0 has no room: without a file from before, and with one."""
+        """Rank 0 has no room, without a file from before and with one; a hook raises on rank 1."""
         path = tmp_path / "good"
         for before in ([], ["weight"]):
             if before:
@@ -88,6 +88,8 @@ class TestPart4OneFile:
             cause = "it is written in place: half a file is there under its name"
             names = list(load_file(path)) if path.exists() else []
             check_equal(names, before, "names in the file", cause=cause)
+        hook = "save_whole", tmp_path, 1, "hook"
+        ranks.check_alike(world.run(answer, ranks.fails_on_one, *hook))
 
     @pytest.mark.survives("save_whole", "whole")
     @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_rank"])
@@ -98,13 +100,11 @@ class TestPart4OneFile:
         world.run(answer, ranks_whole.killed_save_whole, tmp_path)
 
     @pytest.mark.survives("load_whole", "together")
-    @pytest.mark.parametrize(
-        ("call", "bad_rank", "bad"),
-        [("load_whole", 0, "not_there"), ("load_whole", 1, "hook"), ("save_whole", 1, "hook")],
-    )
-    def test_every_rank_raises_where_one_fails(self, answer, world, tmp_path, call, bad_rank, bad):
+    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "hook")])
+    def test_every_rank_raises_where_one_fails(self, answer, world, tmp_path, bad_rank, bad):
         """The file is missing, as where a disk is not mounted, or a hook of the model raises."""
-        ranks.check_alike(world.run(answer, ranks.fails_on_one, call, tmp_path, bad_rank, bad))
+        fails = ranks.fails_on_one, "load_whole", tmp_path, bad_rank, bad
+        ranks.check_alike(world.run(answer, *fails))
 
     @pytest.mark.survives("load_whole", "Raises")
     def test_refuses_a_file_that_is_not_of_the_model(self, answer, world, tmp_path):
