@@ -75,7 +75,8 @@ def wrap(
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
         4. Only the ranks of the mesh take part. A block may have several names, but is not inside
            two blocks side by side.
-        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
+        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In float32
+           nothing is cast, float64 inputs neither.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
            inputs without gradients. In backward one is whole with all blocks inside it.
     """
@@ -124,7 +125,7 @@ def train_step(
     Details:
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then. Units that have never run are not asked for.
-        2. A sample counts once, however many tokens it has.
+        2. A sample counts once, however many tokens it has. No micro-batch is empty.
         3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
            step is made; no unit stays gathered, no gradient stays, and later passes are as without
            this one. (With sync="last" what was not reduced may stay, and get into the next step:
@@ -142,4 +143,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub f4b7585c04b6
+# untouched stub 9ab2c17bb4f7

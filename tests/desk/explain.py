@@ -238,7 +238,7 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
     if type(error).__name__ in _ENDINGS:
         cause = "this ends the spec before it has checked anything"
     elif known:
-        cause = known
+        return Problem("error", said(error), "no error", known, **here)  # others may raise it too
     else:
         where = "your code raised it at this line"
         if not _is_in(last, judged.path):
@@ -266,7 +266,7 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
         return Problem("wrong", first, "", "", **here)
     got = said(error)
     if known := notes_of(error).cause:
-        return Problem("error", got, "no error", known, sure=True, **here)
+        return Problem("error", got, "no error", known, **here)
     if frame.f_code.co_filename == ENGINE:
         cause = (
             "what the backward pass finds does not fit: a dtype, a shape, or a graph that is gone"

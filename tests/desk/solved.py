@@ -33,12 +33,14 @@ def show(paper: Paper, verdict: Verdict) -> None:
         paper.table(_table(in_order))
     if more := len(figures) - len(shown_here):
         paper.line(f"... and {more} more, none of them farther above the reference; see -v")
+    question = ": what is there that need not be?"  # once is enough
     for figure in shown_here:
         sizes = _sizes(figure)
         if sizes["yours"] > _FAR_ABOVE * sizes["reference"]:
             texts = _texts(figure)
             both = f"yours {texts['yours']}, reference {texts['reference']}"
-            paper.line(f"{_name(figure)}: {both}: what is there that need not be?", hang=4)
+            paper.line(f"{_name(figure)}: {both}{question}", hang=4)
+            question = ""
     _read_on(paper, verdict.job.kata)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from kit.laws.differences import beside
@@ -51,15 +53,16 @@ def _told(how: str, names: list[object]) -> str:
 def narrowed(got: object, want: object, what: str) -> tuple[object, object, str]:
     """The first part of a dict or a list that differs, however deep; or the names, if these do."""
     if isinstance(got, dict) and isinstance(want, dict):
-        if got.keys() != want.keys():
+        there = itertools.takewhile(got.__contains__, want)  # what differs before a name is missing
+        first = next((key for key in there if not same(got[key], want[key])), None)
+        if got.keys() != want.keys() and first is None:
             lacks = _told("without {}", [name for name in want if name not in got])
             has = _told("with {} besides", [name for name in got if name not in want])
             asked = f"with its {len(want)} names"
             if len(want) <= _FEW:
                 asked = _told("with {}", [*want]) or "empty"
             return Names("; ".join(filter(None, [lacks, has]))), Names(asked), what
-        key = next(key for key in want if not same(got[key], want[key]))
-        return narrowed(got[key], want[key], f"{key} of {what}" if what else str(key))
+        return narrowed(got[first], want[first], f"{first} of {what}" if what else str(first))
     if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
         number = next(n for n, value in enumerate(want) if not same(got[n], value))
         if isinstance(want[number], (torch.Tensor, dict)):

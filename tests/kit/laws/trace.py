@@ -54,9 +54,13 @@ MEANINGS = {
 class Planted(OSError):
     """An error that the scenario raises; it must come through."""
 
+    words = "the error that this scenario raises"
+
 
 class PlantedInterrupt(KeyboardInterrupt):
     """A Ctrl-C that the scenario raises."""
+
+    words = "the Ctrl-C of this scenario"
 
 
 class Probe(nn.Module):
@@ -237,7 +241,7 @@ def observe(
             error = caught
     probes = [m for m in world.model.modules() if isinstance(m, Probe)]
     seen: Trace = {
-        "outcome": type(error).__name__ if error else "returns",
+        "outcome": getattr(error, "words", type(error).__name__) if error else "returns",
         "passes forward": [run for p in probes for run in p.forwards],
         "passes back": [run for p in probes for run in p.backwards],
         "loss calls": world.losses,

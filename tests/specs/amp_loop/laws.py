@@ -129,7 +129,7 @@ def clips_an_infinity(w):
 FREE = (
     ("kept gradients", lambda want, w: want["outcome"] != "ValueError"),
     ("loss calls|output for", lambda want, w: want["outcome"] != "returns"),
-    ("passes|buffers|random", lambda want, w: "Planted" in want["outcome"]),
+    ("passes|buffers|random", lambda want, w: "this scenario" in want["outcome"]),
     ("passes back", lambda want, w: "nothing to learn" in w.tags),
     ("gradients at", lambda want, w: clips_an_infinity(w)),
     (

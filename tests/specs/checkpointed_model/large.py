@@ -91,9 +91,10 @@ def twin_of(model):
 
 
 @scenarios("the step", meaning)
-def as_without(answer, device, name, build, runs=2):
+def as_without(answer, device, name, build, runs=2, near=False):
     """A step shows what it shows without checkpoints; `runs` is how often a block runs."""
-    return compared(*(see(build(answer, device, own), device) for own in (True, False)), runs)
+    both = (see(build(answer, device, own), device) for own in (True, False))
+    return compared(*both, runs, near)
 
 
 @scenarios("the step")

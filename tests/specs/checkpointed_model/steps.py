@@ -122,11 +122,17 @@ def _buffers(model, when):
     return {f"buffer {name} {when}": buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def compared(mine, true, runs):
+def compared(mine, true, runs, near=False):
     """What is seen of a step, and what should be, by what is seen of one without checkpoints.
 
     `runs` is how often a block should run for each run without; None where that is not looked at.
+    `near`: gradients may be rounded in another way, as sums in another order are.
     """
+    for name, grad in mine.items() if near else ():
+        want = true.get(name)
+        both = name.startswith("gradient") and isinstance(grad, Tensor) and want is not None
+        if both and torch.allclose(grad, want, rtol=1e-4, atol=1e-6):
+            mine[name] = want
     again = [n * ((runs or 1) - 1) for n in true["runs in the forward pass"]]
     key = "runs in the backward pass"
     return mine, true | {key: mine[key] if runs is None else again}

@@ -33,6 +33,7 @@ from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, never_wrong,
 FLOAT, INT = torch.float32, torch.int64
 # Dicts of other classes
 DICTS = {"an ordered dict": OrderedDict, "a defaultdict": partial(defaultdict, float)}
+Row = type("Row", (list,), {})
 DICTS["a dict of a class of one's own"] = type("Output", (OrderedDict,), {})
 
 
@@ -109,6 +110,10 @@ class TestPart2RecomputeDetails:
             "x": (lambda _, x, args, kwargs: x,),
             "integers": (lambda _, x, args, kwargs: args[0], (INT,)),
             "in a tuple": (lambda _, x, args, kwargs: args[0][1], ((None, FLOAT),)),
+            "in a list of one's own": (
+                lambda _, x, args, kwargs: args[0][1],
+                (Row((None, FLOAT)),),
+            ),
             "by keyword": (lambda _, x, args, kwargs: kwargs["b"], (), {"b": FLOAT}),
             "in a dict": (lambda _, x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}),
         }

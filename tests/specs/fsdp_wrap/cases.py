@@ -124,7 +124,6 @@ GROUPS: dict[str, dict[str, Case]] = {
         for name, shape in [
             *[(name, shape) for name, shape in SHAPES.items() if name not in SEVERAL_NAMES][1:],
             ("a detached block", detached),
-            ("named tuples, float64", timed),
         ]
     },
     "meshes": {
@@ -192,7 +191,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "checkpoint and dropout": {
         "train mode after wrap": Case(
-            dropping_twice, CHECKPOINT, script=("train", "step", "plain"), train=False
+            DROP, CHECKPOINT, script=("train", "step", "plain"), train=False
         ),
     },
     "checkpoint": {
@@ -221,12 +220,16 @@ GROUPS: dict[str, dict[str, Case]] = {
             "there have come already, so they are lost",
         ),
         "dropout, by keyword": Case(dropping_by_keyword, CHECKPOINT, script=STEP),
-        "named tuples, float64": Case(
-            timed,
+        "dropout, a block at two places": Case(
+            dropping_twice,
             CHECKPOINT,
             script=STEP,
-            cause="a float64 input is cast by a policy, or a namedtuple becomes a tuple",
+            cause="a block of two names is checkpointed under one of them, or draws another mask",
         ),
+    },
+    "float64 inputs": {
+        "named tuples": Case(timed, script=("plain",)),
+        "named tuples, checkpoint": Case(timed, CHECKPOINT, script=STEP),
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "errors": {

@@ -150,6 +150,11 @@ class TestPart3TrainStep:
         cause += "the block for its own"
         hold(answer, world, "checkpointed shapes", cause=cause)
 
+    @pytest.mark.survives("wrap", 5)
+    def test_inputs_in_float64_stay_so_in_float32(self, answer, world):
+        cause = "a float64 input is cast by a policy, or a namedtuple becomes a tuple"
+        hold(answer, world, "float64 inputs", cause=cause)
+
     @pytest.mark.survives("wrap", 1)
     def test_evaluation_goes_with_the_other_options(self, answer, world):
         cause = "a forward pass that no backward follows has dropout on, or another dtype"

@@ -1,6 +1,6 @@
 """The second run sees what the first one saw: random numbers, autocast, arguments, results."""
 
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import pytest
@@ -154,6 +154,14 @@ class TestPart2SecondRun:
         title, formula = "peak of 12 layers, nested", "4 inputs + the plain peak of 4 layers"
         cause = "the inner checkpoints do nothing when they run inside another"
         w.check_bytes(title, peak, calls, limit, formula, cause)
+
+        def kept(call, found):
+            found.append(call(lambda y: reduce(lambda a, layer: call(layer, a), layers, y), x))
+
+        read = w.bytes_left(kept, device, layers, x)
+        title, formula = "kept by 12 checkpoints inside of one", "the output + 8 KiB"
+        cause = "the inner ones keep their arguments after the outer one's first run"
+        w.check_bytes(title, read, calls, x.nbytes + 8192, formula, cause)
 
     @pytest.mark.survives("checkpoint", 4)
     @w.as_plain("the first backward pass uses up what the second one needs")

@@ -162,6 +162,22 @@ def _in_default_dtype(kind: str) -> nn.Module:
     return alone(kind, order=modules)
 
 
+@torch.no_grad()
+def _with_plain_tensors(kind: str) -> nn.Module:
+    """As alone(), but `init` sees nothing that requires a gradient."""
+
+    def modules(model: nn.Module) -> Iterable[nn.Module]:
+        for module in model.modules():
+            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            for p in trained:
+                p.requires_grad_(False)
+            yield module  # and init is called on it
+            for p in trained:
+                p.requires_grad_(True)
+
+    return alone(kind, order=modules)
+
+
 def _with_buffers_apart(kind: str) -> nn.Module:
     """As alone(), but a buffer of two modules has become two."""
 
@@ -197,6 +213,9 @@ def guesses(kind: str, want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[
         ),
         "init fills tensors of the default dtype, not of the parameter's": values(
             _in_default_dtype(kind)
+        ),
+        "init sees tensors that require no gradient, and may treat them as frozen": values(
+            _with_plain_tensors(kind)
         ),
         "a buffer that two modules share has become two": values(_with_buffers_apart(kind)),
         "the generator begins with its seed once more": values(alone(kind, drawn=0)),

@@ -30,6 +30,7 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
 
     def refuse(number: int, newest: int) -> None:
         before = _files(folder)
+        dist.barrier()  # nobody looks while another one saves
         save = lambda: answer.save(folder, model, optimizer, number)  # noqa: E731
         cause = f"step {number} is not compared with {newest + 1} as a number, or not at all"
         check_raises(save, ValueError, mentions=[number], when=f"for step {number}", cause=cause)
@@ -41,6 +42,7 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
     refuse(-1, 0)
     on_rank_0(lambda: _plant(folder))
     planted = _files(folder)
+    dist.barrier()
     for number in (2, 10, 999_999, 1_000_000):
         answer.save(folder, model, optimizer, number)
         on_rank_0(lambda: _turn_times(folder))

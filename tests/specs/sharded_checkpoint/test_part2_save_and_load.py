@@ -39,10 +39,6 @@ class TestPart2SaveAndLoad:
         """Weights of 16 and of 64 bits; Adam counts its steps in float32, beyond 256."""
         world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
 
-    @pytest.mark.survives("load", "goes on")
-    def test_weights_of_any_name_come_back(self, answer, world, tmp_path):
-        world.run(answer, ranks.keeps_names, tmp_path / "run")
-
     @pytest.mark.exact("load", "drops")
     def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
         """Of parameters too that the optimizer does not have."""
@@ -76,6 +72,10 @@ class TestPart2SaveAndLoad:
     def test_a_rank_loads_its_own_part_only(self, answer, reference, worlds, tmp_path):
         """The same, of what one rank has saved: its file is more than the part of one of two."""
         _check_peaks("load", answer, reference, worlds, tmp_path)
+
+    @pytest.mark.survives("load", "goes on")
+    def test_weights_of_any_name_come_back(self, answer, world, tmp_path):
+        world.run(answer, ranks.keeps_names, tmp_path / "run")
 
     @pytest.mark.survives("load", "Raises")
     def test_refuses_no_checkpoint_and_that_of_another_model(self, answer, world, tmp_path):
