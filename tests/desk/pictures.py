@@ -92,7 +92,7 @@ def _solved(paper: Paper) -> None:
 
 
 def _failing(paper: Paper) -> None:
-    _hand_in("gradient_accumulation", "a_name_for_the_output")
+    _hand_in("gradient_accumulation", "keeps_the_output_alive_during_backward")
     kata.run(Wanted("gradient_accumulation"), paper)
 
 
@@ -107,7 +107,7 @@ def _watch(paper: Paper) -> None:
     found = catalog.find_kata("amp_loop")
     inbox: Inbox = queue.SimpleQueue()
     watching = watch.Watch(paper, State(paper.note), found, inbox, Terminal(""), 20.0)
-    for mistake, key in (("backward_under_autocast", "h"), ("never_grows", "")):
+    for mistake, key in (("backward_under_autocast", "h"), ("never_raises_the_scale", "")):
         _hand_in("amp_loop", mistake)
         watching.judge()
         while watching.is_judging:
