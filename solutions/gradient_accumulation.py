@@ -105,9 +105,8 @@ def _count_samples(micro_batches: Sequence[Batch]) -> int:
 
 def _pair(batch: Batch) -> Batch:
     # A tensor of two rows can be unpacked too.
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    if not is_pair or not all(isinstance(part, Tensor) and part.dim() for part in batch):
-        raise ValueError(f"a micro-batch is a pair of tensors with rows, not {batch!r:.60}")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f"a micro-batch is a pair, inputs and targets, not {batch!r:.60}")
     return batch
 
 

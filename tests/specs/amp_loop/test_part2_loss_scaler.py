@@ -300,8 +300,3 @@ class TestPart2LossScaler:
                 check_raises(load, ValueError, mentions=[value], when=when)
                 what = f"the scaler, refused a state with {key}={value}"
                 check_equal(scaler.state_dict(), before, what, cause=cause)
-        for key in state:
-            part = {name: value for name, value in state.items() if name != key}
-            when = f"for a state without {key}"
-            check_raises(partial(scaler.load_state_dict, part), Exception, when=when)
-            check_equal(scaler.state_dict(), before, f"the scaler, refused {when}", cause=cause)

@@ -243,8 +243,6 @@ NO_PAIRS = [
     ("1 input and 6 targets", (torch.ones(1, 7), torch.ones(6, 5)), 1, 6),
     ("three tensors", (torch.ones(2, 7), torch.ones(2, 5), torch.ones(2))),
     ("one tensor of two rows", torch.ones(2, 7)),
-    ("two words", ("inputs", "labels")),
-    ("tensors without rows", (torch.ones(()), torch.ones(()))),
     ("a dict of two tensors", {"inputs": torch.ones(2, 7), "labels": torch.ones(2, 5)}),
 ]
 NOTHING = ("no micro-batch", *refused(lambda w: w.batches.clear(), mentions=[0]))

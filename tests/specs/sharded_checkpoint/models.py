@@ -85,12 +85,11 @@ class Rich(Model, Extra):
 
 
 class Named(Rich):
-    """A name ends as extra state's, one has a slash, one stands before underscores."""
+    """Two more weights: a name ends as extra state's, one stands before underscores."""
 
     def __init__(self) -> None:
         super().__init__()
         self.no_extra_state = nn.Parameter(torch.ones(5))
-        self.register_parameter("in/out", nn.Parameter(torch.ones(5)))
         self.A_log = nn.Parameter(torch.full((1,), 2.0))  # with the same rows on rank 1: none
 
 
