@@ -147,7 +147,7 @@ def _is_timeout(error: BaseException) -> bool:
 
 def _timeout(judged: Judged, place: Place | None, here: dict[str, Any]) -> Problem:
     what = "the import of the file" if judged.importing else "an answer"
-    cause = "a loop that does not end; this line ran when the time was up"
+    cause = "a loop without an end, or far too many calls; this line ran when the time was up"
     if place is None:
         cause = "the time went by outside of the file that is judged"
     got = f"time-out: still running after {judged.limit:g} s"

@@ -38,7 +38,9 @@ ROOTS: dict[str, Rule] = {
     "the search stops where the next number is not better, or it counts itself twice": least(
         lambda n, k: _up(n, k) + 2 * k
     ),
-    "a number counts itself half": least(lambda n, k: _up(n, k) + k / 2),
+    "the larger of both counts twice, or a number itself half": least(
+        lambda n, k: _up(n, k) + k / 2
+    ),
     "the root of the number of layers, and what is above it, is not tried": lambda n, k: (
         _up(n, k) + k == min(_up(n, j) + j for j in range(1, max(2, math.isqrt(n))))
     ),

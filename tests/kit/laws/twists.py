@@ -119,6 +119,12 @@ def foreign(w: World) -> None:
     w.foreign = ([*dict(w.model.named_parameters())][-2],)
 
 
+def backbone(w: World) -> None:
+    """The first parameter is frozen, and the optimizer does not hold it."""
+    frozen(w)
+    w.foreign = (*w.foreign, next(iter(dict(w.model.named_parameters()))))
+
+
 def joins(w: World) -> None:
     """The last layer joins the optimizer after its first step, as in gradual unfreezing."""
     late = [*dict(w.model.named_parameters())][-2:]

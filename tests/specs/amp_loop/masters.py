@@ -165,6 +165,9 @@ MEANS = {
 def first_wrong(got, want):
     """What it means, by what is the first of MEANS that is wrong."""
     wrong = [name for name, value in want.items() if not same(got.get(name), value)]
+    first = next(iter(wrong), "")
+    if first.startswith("what comes after") and (got.get(first), want[first]) == (True, False):
+        return "an infinite or NaN gradient is stepped: not all are looked at, or not in every call"
     kind, _, after = next(iter(wrong), "").partition(" after ")
     if kind in ("weights", "masters") and want[f"what comes after {after}"] is False:
         return "a step is not skipped as a whole: one infinite or NaN gradient skips all of it"

@@ -209,6 +209,7 @@ class TestPart1TrainStep:
     def test_leaves_parameters_alone_that_the_optimizer_does_not_hold(self):
         yield "a frozen parameter", twists.frozen, half
         yield "a foreign parameter", foreign, half
+        yield "a frozen backbone, which is foreign", twists.backbone, half
 
     @pytest.mark.survives("train_step", 3)
     @in_each_precision

@@ -173,6 +173,10 @@ def _of_a_pass_by_hand(one: Alone, observable: str) -> str:
 def _of_runs(got: dict[str, int], want: dict[str, int]) -> str:
     """What it means that blocks run too often, or not often enough."""
     less, more = ([n for n in want if sign * (got[n] - want[n]) > 0] for sign in (-1, 1))
+    if less and not more and any(inner.startswith(f"{n}.") for n in less for inner in want):
+        return (
+            "a block with blocks inside is not run again: the outermost one is to be checkpointed"
+        )
     if less and not more:
         return "a block is not run again in backward: checkpoint=True is not followed here"
     if more and not less and all(any(n.startswith(f"{o}.") for o in want) for n in more):
@@ -300,6 +304,8 @@ def norms(one: Alone) -> Guesses:
         "it is the norm of the parameters, not of their gradients": norm(
             {p: one.start[n] for n, p in one.parameters if n in there}.values()
         ),
+        "it is of sums over the samples, which are divided by their number too late": want
+        * sum(part[2] for part in one.contributions),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
         "what is in a block is counted for the block, and again for the model": norm(
             [*distinct.values(), *(there[n] for n in inside if n in there)]

@@ -207,6 +207,7 @@ NO_GRADIENT = ("a parameter without a gradient", unused)
 FOREIGN = [
     ("a frozen parameter", twists.frozen, twists.stale, tag("frozen")),
     ("a foreign parameter", foreign, tag("foreign")),
+    ("a frozen backbone, which is foreign", twists.backbone, tag("foreign", "frozen")),
     ("a gradient that another optimizer will step on", unused, gradient_of_another()),
     ("a layer that joins after the window before", twists.joins, tag("twice")),
 ]

@@ -128,7 +128,7 @@ class TestPart4TrainingBytes:
         yield from recipe("master_adam", 2, 2, 12)
 
     @pytest.mark.exact("training_bytes", "zero")
-    @counts("stage 1 divides the optimizer's 12, 2 the gradients' 2, 3 the rest; by default 0")
+    @counts("stage 1 divides the optimizer's 12, 2 the gradients' 2, 3 the rest; 0 pads nothing")
     def test_has_the_figures_of_the_zero_paper(self):
         """120, 31.4, 16.6 and 1.9 GB (arXiv 1910.02054, figure 1)."""
         for stage, want in enumerate((120 * 10**9, 31_406_250_000, 16_640_625_000, 1_875_000_000)):

@@ -38,7 +38,9 @@ class TestPart1Checkpoint:
         )
 
     @pytest.mark.works("checkpoint", "runs")
-    @w.as_plain("it runs twice at once, or nothing is run again, so everything was kept")
+    @w.as_plain(
+        "it runs twice at once, or again for each saved tensor; or nothing runs again: all was kept"
+    )
     def test_runs_once_and_once_more_in_the_backward_pass(self):
         model, x = w.probed(nn.Linear(5, 5)), w.leaf(3, 5)
         yield "a module", lambda c: c(model, x)

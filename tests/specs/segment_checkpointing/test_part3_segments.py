@@ -67,8 +67,8 @@ def peaks(answer, device, name, count):
 class TestPart3Segments:
     @pytest.mark.works("run_in_segments", "gradients")
     @as_chain(
-        "a border cuts the graph, a rest of the division is left out, or a function that is made"
-        " in a loop looks up the loop's variable when it is late"
+        "a border cuts the graph, a rest of the division is left out, a layer that stands twice is"
+        " run once, or a function that is made in a loop looks up the loop's variable late"
     )
     def test_every_layer_gets_the_plain_gradients_to_the_bit(self):
         x = w.leaf(13, 5)

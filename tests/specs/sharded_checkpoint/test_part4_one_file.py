@@ -32,7 +32,7 @@ class TestPart4OneFile:
             if isinstance(value, Tensor)
         }
         ordinary = dict.fromkeys(kinds, "Tensor on cpu, requires_grad=False")
-        cause = "a DTensor or parameter, or a tensor of the accelerator, is saved"
+        cause = "a DTensor or parameter, or what has a graph or is on the accelerator, is saved"
         check_equal(kinds, ordinary, "tensors in the file", cause=cause)
         cause = "a tied weight is in it twice, or a view, and torch.save writes its padding too"
         what = "bytes of tensors in the file, a tied one once"
