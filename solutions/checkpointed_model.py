@@ -182,9 +182,9 @@ def recompute(
     state: Iterable[nn.Module | Generator] = (),
     **kwargs: Any,
 ) -> Any:
-    """Return function(*args, **kwargs), and run it again in the backward pass.
+    """Return function(*args, **kwargs), and run it again in backward.
 
-        held     arguments, result and copies of the state; no activations
+        held     by the graph: arguments, result, copies of the state; no activations
         bits     output and gradients are those of a plain call
         streams  the second run draws what the first drew, from torch's streams and each generator
                  in `state`; the backward pass moves none

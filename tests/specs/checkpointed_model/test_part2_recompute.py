@@ -84,31 +84,32 @@ class TestPart2Recompute:
         yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
 
     @pytest.mark.saves("recompute", "held")
-    @pytest.mark.parametrize("how", ["by_keyword", "in_one_more"])
-    def test_holds_arguments_and_results(self, answer, reference, device, how):
+    def test_holds_arguments_and_results(self, answer, reference, device):
         """Of a chain of 3 calls: 2 inputs (x is the baseline's) and the output; buffers are small.
         The inside of one call would be 8 inputs more, for its hidden layer and the ReLU of it.
-        In a call around all three it is the output alone. The bar adds 1."""
-        layers = [nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)) for _ in range(3)]
-        model, x = nn.Sequential(*layers).to(device), large_inputs(device)
-
-        def forward(run, y=x):
-            for block in model:
-                y = run(lambda *, y, b=block: b(y), y=y, state=[block])
-            return y
-
-        def around(run):
-            return run(partial(forward, run), x, state=[model])
-
-        step, inputs = (around, 1) if how == "in_one_more" else (forward, 3)
-        reads = lambda m: held(model, x, lambda: step(m.recompute if m else plain))  # noqa: E731
-        title, formula = f"held between the passes, 3 calls, {how}", f"({inputs} + 1) inputs"
-        given = (title, (inputs + 1) * one_input(x), formula, reads, answer, reference)
-        cause = (
-            "something of the inside is kept, or arguments are held by something else than the"
-            " graph: a call around this one cannot free them"
+        The bar adds 1."""
+        cause = "something of the inside is kept"
+        _check_held(
+            answer,
+            reference,
+            device,
+            3,
+            "3 calls",
+            lambda run, chain, x, model: chain(run, x),
+            cause,
         )
-        check_limit(*given, cause=cause)
+
+    @pytest.mark.survives("recompute", "held")
+    def test_a_call_around_others_frees_what_they_hold(self, answer, reference, device):
+        """It is the output alone, and the bar adds 1."""
+
+        def around(run, chain, x, model):
+            return run(partial(chain, run), x, state=[model])
+
+        cause = (
+            "arguments are held by something else than the graph, so a call around cannot free them"
+        )
+        _check_held(answer, reference, device, 1, "3 calls in one more", around, cause)
 
     @pytest.mark.survives("recompute", "function")
     @recomputed("an argument, a result, or the graph of one of them is lost on the way")
@@ -179,3 +180,19 @@ def _others(model, *_):
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer + 1)
+
+
+def _check_held(answer, reference, device, inputs, what, step, cause):
+    __tracebackhide__ = True
+    layers = [nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)) for _ in range(3)]
+    model, x = nn.Sequential(*layers).to(device), large_inputs(device)
+
+    def calls(run, y):
+        for block in model:
+            y = run(lambda *, y, b=block: b(y), y=y, state=[block])
+        return y
+
+    reads = lambda m: held(model, x, lambda: step(m.recompute if m else plain, calls, x, model))  # noqa: E731
+    title, formula = f"held between the passes, {what}, by keyword", f"({inputs} + 1) inputs"
+    limit = (inputs + 1) * one_input(x)
+    check_limit(title, limit, formula, reads, answer, reference, cause=cause)
