@@ -80,8 +80,8 @@ def wrap(
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
         4. Only the ranks of the mesh take part. A block may have several names, but is not inside
            two blocks side by side.
-        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In float32
-           nothing is cast, float64 inputs neither.
+        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In
+           float32 nothing is cast: float64 inputs stay so.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
            inputs without gradients. In backward one is whole with all blocks inside it.
     """
