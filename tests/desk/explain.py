@@ -70,6 +70,8 @@ def explain(error: BaseException, judged: Judged) -> Problem:
         return missing
     if place is None and isinstance(error, TypeError) and (misfit := _misfit(error, judged)):
         return misfit
+    if known := notes_of(error).cause:  # a guess: other faults may raise it too
+        return Problem("error", said(error), "no error", known, **here)
     if place:
         return _raised(error, judged, here)
     return _unusable(error, judged, here)
@@ -232,13 +234,10 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
 
 def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
     last = [frame for frame, _ in _frames(error)][-1]
-    known = notes_of(error).cause
     if type(error).__name__ == "BdbQuit" or str(error) == "Quitting debugger":
         return _left_debugger(type(error).__name__ == "Exit", here)
     if type(error).__name__ in _ENDINGS:
         cause = "this ends the spec before it has checked anything"
-    elif known:
-        return Problem("error", said(error), "no error", known, **here)  # others may raise it too
     else:
         where = "your code raised it at this line"
         if not _is_in(last, judged.path):
@@ -265,8 +264,6 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
     got = said(error)
-    if known := notes_of(error).cause:
-        return Problem("error", got, "no error", known, **here)
     if frame.f_code.co_filename == ENGINE:
         cause = (
             "what the backward pass finds does not fit: a dtype, a shape, or a graph that is gone"

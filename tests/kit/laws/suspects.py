@@ -112,11 +112,11 @@ def explained(
     if is_known or not mine or mine[-1] is frames[-1].f_code:
         return error
     public = functions(find_kata(kata).solution)
-    for name in [code.co_name for code in mine if code.co_name in public][-1:] or [function]:
-        with of_function(name):
-            for suspect in itertools.chain.from_iterable(suspects(kata, answer)):
-                if _ends_in(error, run, suspect.load()):
-                    return with_cause(error, suspect.belief)
+    names = [code.co_name for code in mine if code.co_name in public]
+    with of_function(names[-1] if names else function):
+        for suspect in itertools.chain.from_iterable(suspects(kata, answer)):
+            if _ends_in(error, run, suspect.load()):
+                return with_cause(error, suspect.belief)
     return error
 
 

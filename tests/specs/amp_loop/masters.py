@@ -168,7 +168,7 @@ def first_wrong(got, want):
     first = next(iter(wrong), "")
     if first.startswith("what comes after") and (got.get(first), want[first]) == (True, False):
         return "an infinite or NaN gradient is stepped: not all are looked at, or not in every call"
-    kind, _, after = next(iter(wrong), "").partition(" after ")
+    kind, _, after = first.partition(" after ")
     if kind in ("weights", "masters") and want[f"what comes after {after}"] is False:
         return "a step is not skipped as a whole: one infinite or NaN gradient skips all of it"
     return next((MEANS[kind] for kind in MEANS if any(n.startswith(kind) for n in wrong)), None)

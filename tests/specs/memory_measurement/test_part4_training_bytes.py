@@ -85,9 +85,10 @@ def counts(answer, device, words, want):
     return call(answer, words), want
 
 
-def recipe(name, weights, gradients, optimizer):
+def recipe(name):
     """Whole, and divided: 1,001,000 parameters on 8 ranks are 125,125 on each."""
     n, shard = 1_001_000, 125_125
+    weights, gradients, optimizer = RECIPES[name]
     yield f"{n}, {name!r}", n * (weights + gradients + optimizer)
     divided = f"{n}, {name!r}, ranks=8, zero_stage="
     yield f"{divided}1", n * (weights + gradients) + shard * optimizer
@@ -105,27 +106,27 @@ class TestPart4TrainingBytes:
     @pytest.mark.works("training_bytes", "sgd")
     @counts(f"plain SGD keeps no state; {ZERO}")
     def test_knows_sgd(self):
-        yield from recipe("sgd", 4, 4, 0)
+        yield from recipe("sgd")
 
     @pytest.mark.works("training_bytes", "sgd_momentum")
     @counts(f"momentum is one more copy; {ZERO}")
     def test_knows_momentum(self):
-        yield from recipe("sgd_momentum", 4, 4, 4)
+        yield from recipe("sgd_momentum")
 
     @pytest.mark.works("training_bytes", "adam")
     @counts(f"Adam keeps two fp32 moments; {ZERO}")
     def test_knows_adam(self):
-        yield from recipe("adam", 4, 4, 8)
+        yield from recipe("adam")
 
     @pytest.mark.works("training_bytes", "amp_adam")
     @counts(f"autocast keeps fp32 weights and gradients; {ZERO}")
     def test_knows_autocast(self):
-        yield from recipe("amp_adam", 4, 4, 8)
+        yield from recipe("amp_adam")
 
     @pytest.mark.works("training_bytes", "master_adam")
     @counts(f"the state is a master copy of 4 and two moments of 4; {ZERO}")
     def test_knows_master_weights(self):
-        yield from recipe("master_adam", 2, 2, 12)
+        yield from recipe("master_adam")
 
     @pytest.mark.exact("training_bytes", "zero")
     @counts("stage 1 divides the optimizer's 12, 2 the gradients' 2, 3 the rest; 0 pads nothing")
