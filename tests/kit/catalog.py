@@ -155,6 +155,6 @@ def shown(path: Path) -> str:
 
 
 def in_words(name: str) -> str:
-    """The name of a spec or of a mistake, as one says it."""
+    """The name of a spec, as one says it."""
     words = name.removeprefix("test_").replace("_", " ").replace("micro batch", "micro-batch")
     return re.sub(r"\b(caller|torch)s\b", r"\1's", words)

@@ -50,8 +50,10 @@ def _diff(*lines: str) -> str:
 def test_an_entry_says_what_is_believed_and_what_catches_it(page: Read) -> None:
     text = entry("it", "return 1.0", "`test_x[a]`, where it raises TypeError: `*words`")
     text = text.replace("it.\n\n", "it.\nIn two lines.\n\nDiffers: in this.\n\nShows in: mean\n\n")
+    text = text.replace("### it", "### the caller's 16-bit sum")
     (it,) = page("# Mistakes\n\nWords.\n\n## Part 1: mean\n\nMore words.\n" + text)
-    assert (it.name, it.belief) == ("it", "Believed of it. In two lines.")
+    assert (it.heading, it.name) == ("the caller's 16-bit sum", "the_callers_16_bit_sum")
+    assert it.belief == "Believed of it. In two lines."
     assert (it.caught_by, it.raises, it.says) == ("test_x[a]", TypeError, "*words")
     assert (it.differs, it.shows_in) == ("in this.", "mean")
     assert it.source(SOLUTION) == SOLUTION.replace(TOTAL, "return 1.0")
@@ -94,8 +96,8 @@ def test_an_edit_that_does_not_apply_is_an_error_with_file_and_line(page: Read, 
 
 GOOD = _diff("@@ mean @@", "-a")
 BAD = {
-    "page.md:1: 'two words' stands here twice, or is not words": "### two words",
-    "page.md:11: 'it' stands here twice": f"{GOOD}\n{GOOD}",
+    "page.md:1: '16 bits' stands here twice, or does not begin": "### 16 bits",
+    "page.md:11: 'It!' stands here twice": f"{GOOD}\n{GOOD.replace('it', 'It!')}",
     "page.md:1: it lacks a sentence or a diff": "### it\n\nWhy.",
     "page.md:11: it goes on after its diff": f"{GOOD}\nMore.",
     "page.md:1: it: all but variants say what": GOOD.replace("Caught", "Seen"),

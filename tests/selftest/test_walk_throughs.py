@@ -14,42 +14,42 @@ from selftest.tiny import WALK_THROUGH, House, new_folder
 KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 
 
-def names_of(text: str) -> set[str]:
-    """Back-quoted names of mistakes: in paragraphs that list them, and in their columns."""
-    lists = re.findall(r"^Mistakes by name: (.*?)(?=\n\n|\Z)", text, re.M | re.S)
+def named_in(text: str) -> set[str]:
+    """Mistakes in italics: in paragraphs that list them, and in their columns."""
+    lists = re.findall(r"^Mistakes: (.*?)(?=\n\n|\Z)", text, re.M | re.S)
     columns = [row.cells.get("mistake", "") for row in bars_of(text)]
     words = re.sub(r"\([^()]*\)", "", " ".join([*lists, *columns]))  # remarks name other things
-    return set(re.findall(r"`([a-z0-9]+(?:_[a-z0-9]+)+)`", words))
+    return {" ".join(name.split()) for name in re.findall(r"\*([^*]+)\*", words)}
 
 
-def catalogue(kata: Kata) -> set[str]:
-    """The names of all mistakes that a spec catches."""
-    return {entry.name for entry in entries(kata)[0]}
+def headings(kata: Kata) -> set[str]:
+    """The headings of all mistakes that a spec catches."""
+    return {entry.heading for entry in entries(kata)[0]}
 
 
 @KATAS
 def test_mistakes_that_a_walk_through_names_are_in_the_catalogue(kata):
-    named = names_of(kata.solution.with_suffix(".md").read_text(encoding="utf-8"))
+    named = named_in(kata.solution.with_suffix(".md").read_text(encoding="utf-8"))
     assert named
-    assert sorted(named - catalogue(kata)) == []
+    assert sorted(named - headings(kata)) == []
 
 
 TEXT = """\
 ## Part 2: x
 
-Mistakes by name: `one_two` and `three`, `F.four_five`,
-`six_seven` (not `a_b`).
+Mistakes: *one two* and `three`, *the caller's
+six* (not *a b*).
 
 | bar | case | reference | limit | mistake |
 |---|---|---|---|---|
-| peak | bf16 | 1,024 | 2,048 | 3 `eight_nine` |
+| peak | bf16 | 1,024 | 2,048 | 3 *eight* |
 
-After `ten_eleven`.
+After *ten*.
 """
 
 
 def test_names_and_figures_are_read_off_a_walk_through():
-    assert names_of(TEXT) == {"one_two", "six_seven", "eight_nine"}
+    assert named_in(TEXT) == {"one two", "the caller's six", "eight"}
     (row,) = rows = bars_of(TEXT)
     assert (row.part, row.cells["bar"], row.cells["limit"]) == (2, "peak", "2,048")
     bar = {"title": "peak", "plain": None, "yours": 1024, "limit": 2048}

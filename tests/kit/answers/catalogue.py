@@ -1,6 +1,6 @@
 """The catalogue of mistakes: tests/mistakes/NAME.md, a page whose entries are edits as diffs.
 
-    ### never_unscales
+    ### never unscales the optimizer's gradients
 
     scaler.step() does all that is needed.
 
@@ -11,8 +11,9 @@
     -        scaler.unscale_(optimizer)
     ```
 
-A hunk stands in the function, class or method that it names; `module` is the whole file. Its
-context and removed lines, as one block, stand there exactly once, so that an edit cannot rot.
+Elsewhere it is called never_unscales_the_optimizers_gradients. A hunk stands in the function, class
+or method that it names; `module` is the whole file. Its context and removed lines, as one block,
+stand there exactly once, so that an edit cannot rot.
 Above a diff there may also be
 
     Caught by `test_x`, where it raises TypeError: words    the answer's own error, no check's
@@ -67,11 +68,12 @@ class Hunk:
 class Entry:
     """A mistake that a spec must catch or, without `caught_by`, a variant that every one accepts.
 
-    `caught_by` is the name of a spec, or name[id] for one of its cases.
+    `name` is its heading as an identifier. `caught_by` is a spec's name, or name[id] for a case.
     """
 
     name: str
     place: Place
+    heading: str = ""
     belief: str = ""
     differs: str = ""
     shows_in: str = ""
@@ -161,10 +163,11 @@ def read(page: Path) -> list[Entry]:
         if line.startswith("## "):
             group, entry = line, None
         elif line.startswith("### "):
-            name = line.removeprefix("### ")
+            heading = line.removeprefix("### ")
+            name = re.sub(r"[^a-z0-9]+", "_", heading.lower().replace("'", "")).strip("_")
             if not name.isidentifier() or name in found:
-                place.refuse(f"{name!r} stands here twice, or is not words with underscores")
-            entry = found[name] = Entry(name, place)
+                place.refuse(f"{heading!r} stands here twice, or does not begin with a word")
+            entry = found[name] = Entry(name, place, heading)
         elif entry and line.strip():
             if entry.hunks:
                 place.refuse(f"{entry.name} goes on after its diff")

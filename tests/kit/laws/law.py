@@ -273,7 +273,7 @@ class Law:
 
     def _known(self, answer: ModuleType) -> str:
         """Two mistakes that the spec must catch, where nothing better is known."""
-        names = [suspect.words for suspect in next(self._suspects(answer), [])]
+        names = [suspect.entry.heading for suspect in next(self._suspects(answer), [])]
         return "; or ".join(names[:2]) or "compare with the contract"
 
     def _suspects(self, answer: ModuleType) -> Iterator[list[Suspect]]:

@@ -140,7 +140,8 @@ def _hold(
             most = 1 if len(broken) > 1 else 3
             others = [*itertools.islice(fitting(next(groups, [])), most)]
             if 0 < len(others) < 3:
-                cause = "; or ".join(f'{each.words} ("{each.entry.belief}")' for each in others)
+                entries = [other.entry for other in others]
+                cause = "; or ".join(f'{each.heading} ("{each.belief}")' for each in entries)
     if want is not _NO_ERROR:
         believed = believed or computed(got, want)
     known = {believed: got} if believed else {}

@@ -16,7 +16,7 @@ from kit.answers.catalogue import Entry, catalogue
 from kit.answers.contract import functions
 from kit.answers.edits import load_edited, used
 from kit.answers.loading import edited, load
-from kit.catalog import find_kata, in_words
+from kit.catalog import find_kata
 from kit.laws.checks import SpecFailure, with_cause
 
 _passed: dict[str, set[str]] = {}  # the specs that an answer has passed, by its file
@@ -31,15 +31,10 @@ class Suspect:
     reference: Path
 
     @property
-    def words(self) -> str:
-        """What it does."""
-        return in_words(self.entry.name)
-
-    @property
     def belief(self) -> str:
         """What it does and the belief behind it, in words."""
         # The belief may sound right, so it must not read as what the judge believes.
-        return f'{self.words}. Perhaps you thought: "{self.entry.belief}"'
+        return f'{self.entry.heading}. Perhaps you thought: "{self.entry.belief}"'
 
     def load(self, *, as_file: bool = False) -> ModuleType | None:
         """A new module, since an answer may remember what was done with it; ranks need a file.
