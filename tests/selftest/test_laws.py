@@ -387,9 +387,15 @@ def test_the_rule_that_an_answer_follows_is_found(belief):
     assert not root_followed(lambda n: None)
 
 
-def test_an_input_that_an_assert_checks_is_told_so():
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(AssertionError, "an assert checks it"), (ValueError, "the message does not say .0.")],
+)
+def test_why_an_input_is_not_refused_as_it_should_be_is_told(error, cause):
     def call(size):
+        if error is ValueError:
+            raise error("no size")
         assert size > 0, f"size {size}"
 
-    with pytest.raises(SpecFailure, match="an assert checks it"):
-        checks.check_raises(lambda: call(0), ValueError, mentions=[0], when="for 0")
+    with pytest.raises(SpecFailure, match=cause):
+        checks.check_raises(lambda: call(0), ValueError, mentions=[0, "size"], when="for 0")

@@ -19,7 +19,7 @@ import torch
 
 from kit.laws.differences import certain, differences, show
 from kit.laws.equal import Names, narrowed, same, whence
-from kit.laws.mentions import in_words, says
+from kit.laws.mentions import in_words, missing
 from kit.memory.ruler import human
 
 
@@ -249,13 +249,15 @@ def check_raises(
                 got=f"{type(error).__name__}: {_first_line(error)}",
                 cause=_why_another(error),
             )
-        if not says(error, mentions):
+        if lacks := missing(error, mentions):
+            on_purpose = is_raised_on_purpose(error)
             fail(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
-                cause="the message does not say which value was wrong"
-                if is_raised_on_purpose(error)
+                cause=f"the message does not say {in_words(lacks)}"
+                if on_purpose
                 else "nothing checks it: it is used, and that fails",
+                sure=on_purpose,
             )
         if not torch.equal(stream, torch.get_rng_state()):
             fail(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kit.laws.differences import beside
-from kit.laws.mentions import says
+from kit.laws.mentions import missing
 from kit.laws.trace import Described, Trace
 
 NEAR = 1e-4  # the oracle computes in the same precision: only the order of sums may differ
@@ -60,7 +60,7 @@ def _near(one: Tensor, other: Tensor, near: float) -> bool:
 def is_named(got: Trace, want: Trace) -> bool:
     """Whether the message of a refusal names what it should."""
     is_refused = want["outcome"] == got["outcome"] == "ValueError"
-    return not is_refused or says(got["_error"], want["_world"].mentions)
+    return not is_refused or not missing(got["_error"], want["_world"].mentions)
 
 
 def narrowed(scenario: str, name: str, want: Any, got: Any, near: float) -> Difference:

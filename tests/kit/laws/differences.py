@@ -93,7 +93,8 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     off = (mine - true.to(mine.device)).norm()
     digits = _ROUNDED if got.dtype == want.dtype else _DIGITS.get(got.dtype, _ROUNDED)
     if not bool(off <= digits * true.norm()) or not bool(true.any()):
-        return None
+        dtype = _rounded_to(mine, true.to(mine.device))
+        return f"it is computed in {dtype}, or rounded to it" if dtype else None
     if got.dtype != want.dtype:
         kinds = [str(t.dtype).removeprefix("torch.") for t in (got, want)]
         return f"the numbers are right, and {kinds[0]}, not {kinds[1]}"
@@ -122,13 +123,21 @@ def _kind(got: Tensor, want: Tensor) -> str:
             return f"infinite{_at(mine.isinf(), got.shape)}"
         if bool((mine == 0).all()):
             return "zero" if got.dim() == 0 else "zero everywhere"
-        for dtype in (torch.bfloat16, torch.float16):
-            if bool((true != (rounded := true.to(dtype).double())).all() & (mine == rounded).all()):
-                return f"what is expected, rounded to {str(dtype).removeprefix('torch.')}"
+        if dtype := _rounded_to(mine, true):
+            return f"what is expected, rounded to {dtype}"
         factor = multiple(mine, true)
         if factor:
             return f"{factor} x what is expected" + (", everywhere" if got.dim() else "")
     return _first(mine, true, got.shape)
+
+
+def _rounded_to(got: Tensor, want: Tensor) -> str:
+    """The 16-bit dtype to which all numbers are rounded; or nothing."""
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = want.to(dtype).double()
+        if bool((want != rounded).all() & (got == rounded).all()):
+            return str(dtype).removeprefix("torch.")
+    return ""
 
 
 def multiple(got: Tensor, want: Tensor) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def says(error: object, mentions: Sequence[object]) -> bool:
-    """Whether the message of `error` names all."""
-    return all(any(text in str(error) for text in either) for either in map(_either, mentions))
+def missing(error: object, mentions: Sequence[object]) -> list[object]:
+    """What the message of `error` does not name."""
+    return [m for m in mentions if not any(text in str(error) for text in _either(m))]
 
 
 def in_words(mentions: Sequence[object]) -> str:
@@ -16,4 +16,5 @@ def in_words(mentions: Sequence[object]) -> str:
 
 
 def _either(mention: object) -> list[str]:
-    return [*map(str, mention)] if isinstance(mention, tuple) else [str(mention)]
+    texts = map(str, mention if isinstance(mention, tuple) else (mention,))
+    return [*dict.fromkeys(texts)]

@@ -147,11 +147,13 @@ def stale(w: World) -> None:
         p.grad = torch.full_like(p, 1000.0)
 
 
-def loss_with_a_parameter(w: World) -> None:
-    """The loss has a parameter, and the optimizer holds it."""
-    shift = w.extra["shift"] = nn.Parameter(torch.zeros(5))
-    shift.grad = torch.full_like(shift, 1000.0)
-    w.loss = lambda out, y: mse(out + shift, y)
+def loss_with_parameters(w: World) -> None:
+    """The loss has two, which the optimizer holds. Autograd gives both the same tensor."""
+    shift, offset = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))
+    w.extra |= {"shift": shift, "offset": offset}
+    for leaf in (shift, offset):
+        leaf.grad = torch.full_like(leaf, 1000.0)
+    w.loss = lambda out, y: mse(out + (shift + offset), y)
 
 
 def loss_with_a_matrix_product(w: World) -> None:

@@ -98,7 +98,7 @@ class TestPart1TrainStep:
     @in_each_precision
     def test_gradients_are_of_this_step_alone(self):
         yield "stale gradients", twists.stale
-        yield "a loss with a parameter", twists.loss_with_a_parameter, half
+        yield "a loss with parameters", twists.loss_with_parameters, half
 
     @pytest.mark.exact("train_step", "max_norm")
     @in_each_precision

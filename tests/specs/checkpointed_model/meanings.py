@@ -37,7 +37,10 @@ def meaning(got, want):
     if name.startswith("runs in the backward pass"):
         if got[name] == [2 * count for count in want[name]] and any(got[name]):
             return "every block runs again twice: there is a checkpoint inside a checkpoint"
-        return "nothing runs again: the call is a plain one here" if not any(got[name]) else None
+        if not any(got[name]):
+            return "nothing runs again: the call is a plain one here"
+        plain = [n for n, count in enumerate(got[name]) if count < want[name][n]]
+        return f"block {plain[0]} does not run again: it is called plainly" if plain else None
     if name.startswith("runs in the forward pass"):
         *others, last = got[name]
         return LAST_BLOCK if others and not any(others) and last == sum(want[name]) else None

@@ -232,6 +232,7 @@ class TestPart1LargeModel:
             "a bias": lambda model, *_: model.layers[0].up.bias.detach().mul_(2),
             "the mode": lambda model, *_: model.eval(),
             "a block's mode": lambda model, *_: model.layers[1].eval(),
+            "a dropout's mode": lambda model, *_: model.layers[1].dropout.eval(),
         }
         for (what, spoil), size, frozen in product(changes.items(), (1, 2), "10"):
             grad = frozen == "1"  # with block 0 frozen nothing before block 1 has a gradient

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kit.laws.mentions import says
+from kit.laws.mentions import missing
 from kit.laws.trace import Planted, observe
 from kit.private_torch import data_version
 from kit.ranks.collectives import collectives
@@ -61,7 +61,7 @@ def observed(answer, rank, name):
         if not isinstance(error, (ValueError, Planted)) or world.refused_at is None:
             raise error
         seen["outcome"] = "ValueError"  # or that which was met when the window was read
-    is_named = says(error, world.mentions)
+    is_named = not missing(error, world.mentions)
     return seen | {"message": NAMED if is_named else f"{error}"[:100]}
 
 

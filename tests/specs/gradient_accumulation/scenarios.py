@@ -191,7 +191,7 @@ UNUSUAL = [
     ("gradients of zero, and weight decay", zero_gradients, trained_before),
 ]
 LOSSES = [
-    ("a loss with a parameter", twists.loss_with_a_parameter, trained_before),
+    ("a loss with parameters", twists.loss_with_parameters, trained_before),
     ("inputs made with a parameter", inputs_with_a_parameter),
     ("a loss in eval mode, a model in train mode", loss_in_mode(False)),
     ("a loss in train mode, a model in eval mode", loss_in_mode(True)),

@@ -90,7 +90,7 @@ class TestPart3TrainEpoch:
     @pytest.mark.exact("train_epoch", "clipping")
     @EPOCH.spec()
     def test_clips_the_whole_windows_gradient_once(self):
-        yield "a loss with a parameter, clipped", twists.loss_with_a_parameter, HALF
+        yield "a loss with parameters, clipped", twists.loss_with_parameters, HALF
         yield "max_norm 1, and transposed weights", option(max_norm=1), scenarios.transposed_weights
         yield "max_norm inf", option(max_norm=math.inf)
         yield "gradients of zero", option(max_norm=1.0), scenarios.zero_gradients
@@ -144,7 +144,7 @@ class TestPart3TrainEpoch:
     @pytest.mark.survives("train_epoch", "end")
     @EPOCH.spec()
     def test_leaves_no_gradients(self):
-        yield "a loss with a weight, windows of 2", twists.loss_with_a_parameter, option(window=2)
+        yield "a loss with parameters, windows of 2", twists.loss_with_parameters, option(window=2)
 
     @pytest.mark.survives("train_epoch", "Raises")
     @EPOCH.spec()

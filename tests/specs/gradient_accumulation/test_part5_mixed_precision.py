@@ -23,7 +23,7 @@ from specs.gradient_accumulation.scenarios import HALF, IN_AUTOCAST, gradient_of
 
 def only_the_loss(w):
     """The model has nothing to train."""
-    twists.loss_with_a_parameter(w)
+    twists.loss_with_parameters(w)
     inner, w.model = w.loss, nn.Sequential(Probe(), nn.Tanh())
     w.loss = lambda out, y: inner(out[:, :5], y)
 

@@ -112,7 +112,9 @@ class TestPart2SavedBytes:
         yield "40 residual blocks", 40 * 4 * 10, lambda: reduce(residual, range(40), x)
 
     @pytest.mark.exact("saved_bytes", "left out")
-    @counts("what is saved of a parameter may be a view of it: ask for the storages of this model")
+    @counts(
+        "leave out the storages of this model's parameters() and buffers(): frozen, hidden, views"
+    )
     def test_never_counts_parameters_or_buffers(self):
         """Saved: x (5 x 6), the input of batch norm and two statistics of 8; no running mean."""
         layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))

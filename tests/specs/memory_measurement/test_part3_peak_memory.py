@@ -271,15 +271,16 @@ class TestPart3PeakMemory:
         yield "loaded from a file", (0, 4, 4), load
 
     @pytest.mark.survives("peak_memory", 5)
-    @counts("storage.resize_ is no operation, so sizes are to be read again")
+    @counts("sizes change between operations: read all of them again, then add up")
     def test_sees_a_storage_emptied(self):
         x, y, new = floats(8), floats(6), []
         yield "a parameter freed", (8, 0, -8), lambda: x.untyped_storage().resize_(0), [x]
 
         def step():
             new.append(torch.empty(0))
-            for shard, size in ((y, 0), (x, 8), (x, 0), (y, 6), (y, 0), (x, 4)):
-                shard.untyped_storage().resize_(size * KIB)
+            for freed, gathered, size in ((y, x, 20), (x, y, 20), (y, x, 4)):
+                freed.untyped_storage().resize_(0)
+                gathered.untyped_storage().resize_(size * KIB)
                 floats(1)
             y.untyped_storage().resize_(16 * KIB)
             new[0].untyped_storage().resize_(5 * KIB)

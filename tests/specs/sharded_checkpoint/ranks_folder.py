@@ -47,7 +47,7 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
         answer.save(folder, model, optimizer, number)
         on_rank_0(lambda: _turn_times(folder))
         if number in (10, 1_000_000):
-            cause = "as texts, even with zeros in front, the last of 999999 and 1000000 is another"
+            cause = "as texts 2 comes after 10; or times are compared, and a copy has others"
             newest = answer.load(folder, model, optimizer)
             check_equal(newest, number, "step of the newest checkpoint", cause=cause)
             dist.barrier()
@@ -81,14 +81,14 @@ def _files(folder: Path) -> dict[str, Any]:
 
 
 def save_often(answer: Any, rank: int, folder: Path) -> None:
-    """Checkpoints 1 to 3; the bytes in the folder after each."""
+    """Checkpoints 1 to 6; the bytes in the folder after each."""
     model, optimizer = small()
     found = []
-    for number in (1, 2, 3):
+    for number in range(1, 7):
         answer.save(str(folder / "made"), model, optimizer, number)
         dist.barrier()
         found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         dist.barrier()
     cause = "a checkpoint is written over one from before, or takes it away"
-    kept = found[0] > 0 and found[2] > 2.7 * found[0]
-    check_equal(kept, True, "whether three checkpoints take three times the bytes", cause=cause)
+    kept = found[0] > 0 and found[-1] > 5.4 * found[0]
+    check_equal(kept, True, "whether six checkpoints take six times the bytes", cause=cause)

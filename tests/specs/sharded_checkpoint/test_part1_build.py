@@ -18,8 +18,12 @@ from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
 
 
 def _in_each_other(width: int = 48) -> nn.Module:  # rounding to 512 bytes is little of it
-    """Blocks in blocks in blocks."""
-    return nn.Sequential(Deep(width), Deep(width))
+    """Seven blocks, each inside of another."""
+    model = Deep(width)
+    for _ in range(2):
+        around = Deep(width)
+        around.outer[0].inner, model = model, around
+    return nn.Sequential(model)
 
 
 class TestPart1Build:
@@ -65,7 +69,8 @@ class TestPart1Build:
             reference=peak(reference),
             formula="shards + buffers + two blocks",
             cause="the whole model is there before it is sharded, or all of it is initialised "
-            "at once; or something, such as a memo of ties, still holds what was whole",
+            "at once; or blocks stay whole while those inside of them are made; or something, "
+            "such as a memo of ties, still holds what was whole",
         )
 
     @pytest.mark.survives("build", 1)

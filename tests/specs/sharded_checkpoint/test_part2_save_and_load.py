@@ -46,7 +46,7 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("save", "older")
     def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
-        """Three checkpoints take three times the bytes of one."""
+        """Six checkpoints take six times the bytes of one."""
         world.run(answer, ranks_folder.save_often, tmp_path / "run")
 
     @pytest.mark.exact("save", "untouched")
