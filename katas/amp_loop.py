@@ -108,7 +108,7 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: positive, finite in float32.
+        init_scale: above 0, finite in float32.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
@@ -279,4 +279,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 773d032a66c0
+# untouched stub 13e57bc99227

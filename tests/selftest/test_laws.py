@@ -260,7 +260,7 @@ def test_an_error_of_a_backward_pass_is_seen_like_a_value():
         Passes().spec(None, torch.device("cpu"))
     assert (failure.value.cause, failure.value.scenario) == (
         "a guess",
-        "no graph (1 of 3 scenarios)",
+        "no graph (1 of 3 scenarios fails)",
     )
 
 

@@ -76,7 +76,7 @@ def in_scenario(error: BaseException, scenario: str, *others: str, tried: int = 
         of_all = f" of {tried}" if tried else ""
         scenario += f" (and {len(others)} more{of_all}: {'; '.join(others[:3])})"
     elif tried > 1:
-        scenario += f" (1 of {tried} scenarios)"
+        scenario += f" (1 of {tried} scenarios fails)"
     if isinstance(error, SpecFailure):
         return error.but(scenario=scenario)
     return _with_note(error, _SCENARIO, scenario)
