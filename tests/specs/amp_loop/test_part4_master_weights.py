@@ -163,5 +163,5 @@ class TestPart4MasterWeights:
             call = partial(side.load_state_dict, saved | bad)
             errors = ValueError if "masters" in bad else Exception
             check_raises(call, errors, when=f"for {what}")
-            cause = "masters or optimizer are checked too late, or by zip(strict=True) on the way"
+            cause = "masters are checked too late, or the optimizer is half loaded when it refuses"
             check_equal(side.seen(), before, f"the trainer that has refused {what}", cause=cause)
