@@ -16,10 +16,13 @@ from types import CodeType, ModuleType
 
 from kit.answers.catalogue import Entry
 
+_FILE = "<mistake>"
+
 
 def load_edited(reference: Path, entry: Entry) -> ModuleType:
     """The reference with the edits of an entry, as a new module; its own errors come through."""
     module = ModuleType(f"{reference.stem}_{entry.name}")
+    module.__file__ = _FILE
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
         for code in _edited(reference.read_text(encoding="utf-8"), entry):
@@ -81,7 +84,7 @@ def _edited(text: str, entry: Entry) -> Iterator[CodeType]:
 
 def _compiled(lines: list[str]) -> CodeType:
     flags = __future__.annotations.compiler_flag  # of the statement at the top of each reference
-    code: CodeType = compile("\n".join(lines), "<mistake>", "exec", flags, dont_inherit=True)
+    code: CodeType = compile("\n".join(lines), _FILE, "exec", flags, dont_inherit=True)
     return code
 
 

@@ -37,7 +37,7 @@ from kit.answers.marks import subject_of
 from kit.laws import draw
 from kit.laws.checks import SpecFailure, check_equal, in_scenario
 from kit.laws.equal import Raised, same
-from kit.laws.suspects import Suspect, explained, suspects
+from kit.laws.suspects import Suspect, ending, explained, suspects
 from kit.memory.gpu import ends_the_gpu
 from kit.private_torch import ENGINE
 
@@ -130,18 +130,18 @@ def _hold(
         return
     got, want = given[broken[0]]
     believed = None
-    if error is None:
-        mine, groups = [got for got, _ in given.values()], suspects(kata, answer, function)
-        fitting = functools.partial(_fitting, mine, device, judge, worlds)
-        if own := next(fitting(next(groups, [])), None):
-            believed = own.belief
-        else:
-            # In one scenario alone many may give the same by chance: two are told, more are not.
-            most = 1 if len(broken) > 1 else 3
-            others = [*itertools.islice(fitting(next(groups, [])), most)]
-            if 0 < len(others) < 3:
-                entries = [other.entry for other in others]
-                cause = "; or ".join(f'{each.heading} ("{each.belief}")' for each in entries)
+    mine, groups = [got for got, _ in given.values()], suspects(kata, answer, function)
+    mine += [ending(error, answer)] if error else []
+    fitting = functools.partial(_fitting, mine, device, judge, worlds)
+    if own := next(fitting(next(groups, [])), None):
+        believed = own.belief
+    else:
+        # In one scenario alone many may give the same by chance: two are told, more are not.
+        most = 1 if len(broken) > 1 else 3
+        others = [*itertools.islice(fitting(next(groups, [])), most)]
+        if 0 < len(others) < 3:
+            entries = [other.entry for other in others]
+            cause = "; or ".join(f'{each.heading} ("{each.belief}")' for each in entries)
     if want is not _NO_ERROR:
         believed = believed or computed(got, want)
     known = {believed: got} if believed else {}
@@ -240,6 +240,6 @@ class _Gave:
                     self.values.append(_judged(judge, mistake, device, name, world)[0])
                     if self.differs(mine):
                         return
-            except Exception:
-                self.values.append(object())  # which nobody else gives
+            except Exception as error:
+                self.values.append(ending(error, mistake))
         self.is_all = True

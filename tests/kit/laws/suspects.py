@@ -110,26 +110,31 @@ def explained(
     names = [code.co_name for code in mine if code.co_name in public]
     with of_function(names[-1] if names else function):
         for suspect in itertools.chain.from_iterable(suspects(kata, answer)):
-            if _ends_in(error, run, suspect.load()):
+            if _ending_of(run, suspect.load()) == ending(error, answer):
                 return with_cause(error, suspect.belief)
     return error
 
 
-def _ends_in(
-    error: BaseException, run: Callable[[ModuleType], object], mistake: ModuleType | None
-) -> bool:
+def _ending_of(
+    run: Callable[[ModuleType], object], mistake: ModuleType | None
+) -> tuple[object, ...]:
     try:
         run(mistake) if mistake else None
-    except Exception as other:
-        return type(other) is type(error) and _raised_in(other) == _raised_in(error)
-    return False
+    except Exception as error:
+        return ending(error, mistake)
+    return ()
 
 
-def _raised_in(error: BaseException) -> tuple[str, str, str]:
-    """File and function of the line that raised it, and what it says, without addresses."""
+def ending(error: BaseException, answer: ModuleType | None) -> tuple[object, ...]:
+    """Its type, file and function of the line that raised it, and its text without addresses.
+
+    The file of an answer is like that of any other.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    is_own = file == getattr(answer, "__file__", None)
     text = re.sub(r"0x[0-9a-f]+", "", str(error))
-    return frame.f_code.co_filename, frame.f_code.co_name, text
+    return type(error), "" if is_own else file, frame.f_code.co_name, text
 
 
 def _current_spec() -> str:

@@ -185,7 +185,7 @@ class TestPart2LossScaler:
             yield f"{bad}: {calls}", f"{rounds(bad, calls=calls)}; {rounds(None)}"
 
     @pytest.mark.exact("LossScaler", "state")
-    @agrees("a number is missing in the state, is a tensor, or changes after the save")
+    @agrees("a number is not saved or not loaded, is a tensor, or changes after the save")
     def test_its_state_goes_on_where_it_was(self):
         """Saved in the middle of good steps, loaded into one with other options, or torch's."""
         options = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
@@ -249,7 +249,7 @@ class TestPart2LossScaler:
             partial(unscale, optimizer), ValueError, mentions=["float16"], when="in float16"
         )
         before.check_unchanged("the refused call", cause="divided before it was checked")
-        cause = "everything but float32 is refused, or the refused call has left a trace"
+        cause = "all but float32 is refused or narrowed, or the refused call has left a trace"
         check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
         params[2].grad = None
         scaler.step(optimizer)

@@ -95,14 +95,14 @@ class TestPart4MasterWeights:
             yield f"scale {scale}", script, ADAM, partial(layer, torch.float16)
 
     @pytest.mark.survives("MasterWeights", 2)
-    @agrees("frozen parameters need no master, a tied one needs one, an empty one has no maximum")
+    @agrees("frozen parameters have no master, a tied or empty one has one, in the model's order")
     def test_trains_a_model_with_frozen_and_tied_parameters(self):
         for call in ("zero_grad()", "reload()"):
             script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
             yield call, script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", 3)
-    @agrees("an earlier gradient, or zeros, step a parameter without one")
+    @agrees("an earlier gradient, zeros, or that of another master step a parameter without one")
     def test_leaves_a_parameter_without_a_gradient_alone(self):
         """Momentum and moments must not move it, after an overflow or a reload either."""
         for bad, call, missing in product((None, inf), ("", "reload(); "), (0, 1)):
@@ -163,5 +163,7 @@ class TestPart4MasterWeights:
             call = partial(side.load_state_dict, saved | bad)
             errors = ValueError if "masters" in bad else Exception
             check_raises(call, errors, when=f"for {what}")
-            cause = "masters are checked too late, or the optimizer is half loaded when it refuses"
+            cause = (
+                "masters are checked too late, or they or the optimizer are loaded when it refuses"
+            )
             check_equal(side.seen(), before, f"the trainer that has refused {what}", cause=cause)

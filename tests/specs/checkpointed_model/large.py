@@ -30,6 +30,7 @@ def large(
     frozen=lambda name: False,  # whether a parameter of this name is
     before=lambda model: None,  # happens before the step, and may give another model
     spoil=None,  # changes the model, the first input or mask between the passes
+    meanwhile=lambda model: None,  # happens between two forward passes
     **step,
 ):
     """A LargeModel and a step."""
@@ -59,9 +60,11 @@ def large(
                 x = block(x, mask=mask)
             return x
 
+        def forward():
+            return [(n and meanwhile(model), run(*pair))[1] for n, pair in enumerate(pairs)]
+
         between = {"between": lambda: spoil(model, *pairs[0])} if spoil else {}
         counted = [block.up for block in model.layers]
-        forward = lambda: [run(x, mask) for x, mask in pairs]  # noqa: E731
         return Step(model, forward, counted, x if grad else [], **step, **between)
 
     return build
@@ -120,10 +123,16 @@ def one_input(x):
 
 
 def whole_step(model, x, forward, retain=False):
-    """A function for forward and backward, with gradients in place."""
+    """A function for forward and backward, with gradients in place; it gives the loss."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    return lambda: forward().float().square().mean().backward(retain_graph=retain)
+
+    def step():
+        loss = forward().float().square().mean()
+        loss.backward(retain_graph=retain)
+        return loss
+
+    return step
 
 
 def peak(model, x, forward, **options):
@@ -133,13 +142,18 @@ def peak(model, x, forward, **options):
 
 
 def check_nothing_left(model, x, forward):
-    """Fail if something is held after a backward pass, or of a forward pass without one."""
+    """Fail if something is held after a backward pass, or of a forward pass without one.
+
+    The loss is still there, as in a log.
+    """
     __tracebackhide__ = True
     what = "inputs, results or the graph are"
     for when, step in {"without": forward, "after": whole_step(model, x, forward)}.items():
 
-        def then(step=step):
-            step()
+        def then(step=step, when=when):
+            result = step()
+            if when == "without":
+                del result
             x.detach()  # after each operation bytes are read, here before garbage is collected
 
         found = measure(then, x.device, known=[model, x])
@@ -147,7 +161,9 @@ def check_nothing_left(model, x, forward):
         cause = f"{what} kept in a list, on an object, or in a cycle"
         _check_none(found.retained, x, said, cause)
         cause = f"{what} in a cycle of references, as a function that calls itself makes one"
-        waits = found.timeline[-2] - found.baseline
+        cause += ", or on a node of the loss's graph"
+        loss = bytes_of(x.new_zeros(())) if when == "after" else 0
+        waits = found.timeline[-2] - found.baseline - loss
         _check_none(waits, x, f"{said}, and before garbage is collected", cause)
 
 

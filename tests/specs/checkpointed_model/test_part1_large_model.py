@@ -247,8 +247,14 @@ class TestPart1LargeModel:
             held[-1].layers[1].up.weight.detach().mul_(2)
             loss.backward()
 
-        spoilt = large(spoil=lambda model, *_: held.append(model), backward=spoilt_between)
-        yield "a weight, between two backward passes", spoilt, large(backward=twice)
+        bias = lambda model: model.layers[1].up.bias.detach().add_(2)  # noqa: E731
+        for size in (1, 2):
+            options = {"size": size, "spoil": lambda model, *_: held.append(model)}
+            spoilt = large(**options, backward=spoilt_between)
+            name = f"a weight, between two backward passes, segments of {size}"
+            yield name, spoilt, large(size=size, backward=twice)
+            moved = large(size=size, passes=2, meanwhile=bias)
+            yield f"a bias, between two forward passes, segments of {size}", moved, moved
 
     @pytest.mark.survives("LargeModel", 6)
     @as_without("something made in __init__, or in a step, still holds the original's blocks")

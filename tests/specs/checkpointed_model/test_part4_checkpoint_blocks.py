@@ -44,7 +44,7 @@ FLOAT = torch.float32
 
 class TestPart4CheckpointBlocks:
     @pytest.mark.works("checkpoint_blocks", "blocks")
-    @checkpointed("the search stops too early, goes by names, or compares classes with ==")
+    @checkpointed("the search stops too early, goes by names or ==, or counts a shared block twice")
     def test_finds_every_block_wherever_it_is(self):
         yield "a list of 12", chain(partial(mixers, 12)), [12]
         yield "at several depths", chain(partial(mixers, 4), tree=_deep), [4]

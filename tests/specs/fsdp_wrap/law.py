@@ -46,7 +46,8 @@ CAUSES = {
     "at the end": "the results of all steps are one buffer, which each step fills anew",
     "weights": "the step is not made with the gradients that are there after it",
     "steps of": "a step of the optimizer is left out, or is made where loss_fn has raised",
-    "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping",
+    "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping, or "
+    "max_norm itself",
 }
 
 
@@ -151,6 +152,8 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
         number = re.search(r"step (\d+)", observable)
         if number and "fails" in one.case.script[: int(number[1]) - 1]:
             missing = "what the failed step has switched off stays off: nothing is reduced any more"
+        if isinstance(got, Tensor) and not got.any():
+            likely = "zeros are there, where there should be no gradient"
         fail(
             expected=f"{what}: {'none' if want is None else 'there'}",
             got="none" if got is None else "there is one",

@@ -72,7 +72,10 @@ def clauses(gradients, step, passes, autocast, kept):
         "optimizer steps": (step, "a step too many, or none"),
         "steps taken at": ("data", "micro-batches are read ahead of the step"),
         "modes when data": ("untouched", "data are taken in another mode than that of the caller"),
-        "passes forward": (passes, "a pass too many or too few, or in another mode or precision"),
+        "passes forward": (
+            passes,
+            "a pass too many or too few, or in another mode or precision, or out of order",
+        ),
         "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
         "passes back": (passes, "backward passes are joined, missing, or under autocast"),
         "gradients at": (gradients, "another divisor, or stale gradients are in it"),
@@ -87,7 +90,10 @@ def clauses(gradients, step, passes, autocast, kept):
         "weights": (step, "another step was taken"),
         "optimizer state": (step, "another step was taken"),
         "optimizer groups": ("scheduler", "the schedule is ahead of the steps, or behind"),
-        "scaler": (4, "update() is missing, called twice, or called for something else"),
+        "scaler": (
+            4,
+            "update() is missing, called twice or for something else, or an old state is loaded",
+        ),
         "schedule": ("scheduler", "the schedule advances at another time than with a step taken"),
         "buffers": ("untouched", "the model runs more than once, or in another mode"),
         "random state": ("untouched", "a seed is set, or random numbers are drawn"),

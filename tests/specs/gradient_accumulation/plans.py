@@ -15,7 +15,7 @@ from specs.gradient_accumulation import oracle, scenarios
 from specs.gradient_accumulation import tokens as of_tokens
 from specs.gradient_accumulation.laws import FREE, law
 from specs.gradient_accumulation.scenarios import IN_AUTOCAST, in_float64, runs_before_the_step, tag
-from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, labelled, masked, tokens
+from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, labelled, never, tokens
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def _bad(bad, windows=UNEVEN):
 
 
 def _unlabelled(*windows, more=()):
-    return Plan(windows, (*more, masked, stale, tag("no labels")), ignore_index=4)
+    return Plan(windows, (*more, never(4), stale, tag("no labels")), ignore_index=4)
 
 
 def fixed_length(w):
@@ -59,7 +59,7 @@ GROUPS = {
             (((3, 700, 2049),), ((1, 4, 4),)),
             (of_tokens.IN_BFLOAT16, scenarios.in_default_dtype(torch.bfloat16)),
         ),
-        "infinite losses": Plan((((3, 4, 12),), ((4, 3, 1),)), (masked,)),
+        "infinite losses": Plan((((3, 4, 12),), ((4, 3, 1),)), (never(4),)),
         "ignore_index 0, logits transposed": Plan(UNEVEN, (of_tokens.transposed,), ignore_index=0),
         "ignore_index 255": Plan(UNEVEN, ignore_index=255),
     },

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kit.laws.checks import check_close
-from kit.laws.twists import option, refused, trained_before
+from kit.laws.twists import option, refused, trained_before, unused
 from specs.gradient_accumulation import memory, scenarios, tokens
 from specs.gradient_accumulation.laws import TOKENS
 from specs.gradient_accumulation.tokens import no_labels, of, rows, transposed
@@ -64,6 +64,8 @@ class TestPart2AccumulateTokens:
             chosen = option(ignore_index=n)
             yield f"ignore_index {n}", chosen, of(*tokens.UNEQUAL, ignore_index=n)
             yield f"ignore_index {n}, only one", chosen, of(tokens.UNEQUAL[1], ignore_index=n)
+        padded = of(*tokens.UNEQUAL, ignore_index=0), tokens.never(0)
+        yield "ignore_index 0, a class without a chance", option(ignore_index=0), *padded
 
     @pytest.mark.exact("accumulate_tokens", "window")
     @TOKENS.spec()
@@ -91,7 +93,7 @@ class TestPart2AccumulateTokens:
     @TOKENS.spec()
     def test_a_micro_batch_without_labels_adds_nothing(self):
         """A mean over no tokens is 0 / 0, and one NaN is in every gradient after it."""
-        yield "no label in the first micro-batch", *no_labels(0)
+        yield "no label in the first micro-batch", *no_labels(0), unused
         yield "no label in the last micro-batch", *no_labels(3)
         yield "one label in all", of((2, 3, 0), (1, 4, 1), (3, 2, 0)), scenarios.tag("no labels")
 

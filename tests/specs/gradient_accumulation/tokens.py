@@ -71,11 +71,11 @@ def transposed(w):
     w.model.register_forward_hook(lambda _, args, logits: logits.mT.contiguous().mT)
 
 
-def masked(w):
-    """The last class is padding: no target, and the model never gives it a chance."""
-    mask = torch.zeros(CLASSES)
-    mask[-1] = -torch.inf
-    w.model.register_forward_hook(lambda _, args, logits: logits + mask.to(logits.device))
+def never(padding):
+    """This class is padding: no target, and the model never gives it a chance."""
+    mask = torch.zeros(CLASSES).index_fill_(0, torch.tensor(padding), -torch.inf)
+    add = lambda _, args, logits: logits + mask.to(logits.device)  # noqa: E731
+    return lambda w: w.model.register_forward_hook(add)
 
 
 def in_sixteen_bits(dtype, cost):
@@ -98,7 +98,7 @@ def no_labels(at):
     """Micro-batch `at` of four has no label."""
     shapes, padding = [*UNEQUAL[:at], (2, 3, 0), *UNEQUAL[at:3]], CLASSES - 1
     chosen = (of(*shapes, ignore_index=padding), option(ignore_index=padding))
-    return (*chosen, masked, stale, tag("no labels"))
+    return (*chosen, never(padding), stale, tag("no labels"))
 
 
 def rows(one, other):

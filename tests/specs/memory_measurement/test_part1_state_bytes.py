@@ -150,7 +150,7 @@ class TestPart1StateBytes:
         yield "the same weight, freed by FSDP", (4 * 4, 0, 0, 0), model
 
     @pytest.mark.survives("state_bytes", 2)
-    @counts("lists, tuples or dicts in the state are not looked into")
+    @counts("what lies deep in the state, or under a key that is no parameter, is not looked at")
     def test_finds_optimizer_state_however_deep(self):
         deep = [torch.zeros(5), {"deep": (torch.zeros(7, dtype=torch.float64), None)}]
         model, twins = nn.Linear(2, 2), ([torch.zeros(3)], [torch.zeros(3)])
@@ -175,7 +175,7 @@ class TestPart1StateBytes:
         yield "a tensor as learning rate", (64, 64, 0, 0), model, adam
 
     @pytest.mark.survives("state_bytes", 4)
-    @counts("storages without memory are not counted, or as one: the address of each is 0")
+    @counts("each storage has the address 0: all count as one, or not; or views count again")
     def test_counts_tensors_on_the_meta_device(self):
         flat, more = torch.zeros(10, device="meta"), nn.Parameter(torch.zeros(4, device="meta"))
         model = with_buffers(nn.Linear(8, 4, device="meta"), part=flat[2:7], flat=flat, more=more)

@@ -85,7 +85,8 @@ class TestPart2SavedBytes:
         yield "what the step before has saved", 4 * 36, x.exp().tanh
         kept = []
         keep = lambda y: kept.append(y) or y  # noqa: E731
-        yield "a result that the caller keeps", 4 * 36, lambda: {"out": (keep(x.exp()), None)}
+        yield "a result that the caller keeps", 4 * 36, lambda: keep(x.exp())
+        yield "deep in the result", 4 * 36, lambda: {"out": [(x.exp(), None)]}
         yield "an auxiliary loss", 4 * 36 + 4 * 36, lambda: (keep(x.sigmoid().mean()), x.tanh())[1]
         with torch.no_grad():
             yield "under the caller's no_grad", 0, lambda: x.exp()

@@ -17,6 +17,13 @@ from kit.memory.ruler import collector_paused
 from specs.segment_checkpointing import worlds as w
 
 
+def rotated(table, x):
+    """The first run makes the table, as layers of rotary embeddings do."""
+    if not table:
+        table.append(torch.linspace(0.5, 1.5, x.shape[-1], device=x.device))
+    return (x * table[0]).sin()
+
+
 class TestPart1Checkpoint:
     @pytest.mark.works("checkpoint", "gradients")
     def test_gives_the_gradients_that_one_can_do_by_hand(self, answer, device):
@@ -114,6 +121,9 @@ class TestPart1Checkpoint:
         twice = lambda c: (w.loss_of(added(c)).backward(), added(c))[1]  # noqa: E731
         yield "a sum of leaves whose hooks change what was accumulated, twice", twice
         yield "NaN in a result, left out of the loss", lambda c: c.call(torch.log, x).nansum()
+        holes = torch.where(mask, fixed, torch.nan).requires_grad_()
+        yield "NaN in an argument", lambda c: c(lambda a: a.nan_to_num(0.5).sin(), holes)
+        yield "a table that the first run makes", lambda c: c(partial(rotated, []), x)
         after = lambda c, y: (out := c(torch.sin, y), w.loss_of(out).backward(), c.note(y.grad))[0]  # noqa: E731
         aside = lambda c: ThreadPoolExecutor(1).submit(after, c, model(x)).result()  # noqa: E731
         yield "in another thread, what a layer computed", lambda c: aside(c).detach()

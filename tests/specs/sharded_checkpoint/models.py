@@ -51,6 +51,18 @@ class Tiny(nn.Module):
         return self.model(self.blocks[0](inputs).double())
 
 
+class Stubborn(Tiny):
+    """Its extra state cannot be asked for, or set: whichever `fails`."""
+
+    fails = ""
+
+    def get_extra_state(self) -> object:
+        return 1 / (self.fails != "get")
+
+    def set_extra_state(self, state: object) -> None:
+        assert self.fails != "set"
+
+
 class Extra(nn.Module):
     """Its extra state, given as a copy, is None at first."""
 
@@ -79,6 +91,7 @@ class Rich(Model, Extra):
         self.register_buffer("empty", torch.ones(0))  # two of them have one address: none
         self.register_buffer("no_rows", torch.ones(0, 5))
         self.blank, self.note, self.counts = Extra(), Extra(), Extra()
+        self.noted = self.note  # under two names
         self.note.found, self.counts.found = "version 3", torch.tensor([3, 4])
         self.found = torch.tensor([3.0, 2.0, 1.0])
         self.blocks[0].eval()  # no call may change a mode, whichever it is
@@ -146,10 +159,12 @@ def trained(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def small(seed: int = 4, dtype: torch.dtype | None = None) -> tuple[nn.Module, Optimizer]:
+def small(
+    seed: int = 4, dtype: torch.dtype | None = None, kind: type[Tiny] = Tiny
+) -> tuple[nn.Module, Optimizer]:
     """A tiny model that has been trained, by the same step whatever its seed."""
     draw.seed(seed)
-    model, optimizer = trained(Tiny().to(dtype))
+    model, optimizer = trained(kind().to(dtype))
     for held in optimizer.state.values():
         held["step"] += 256  # 257 is no number of bfloat16
     return model, optimizer

@@ -26,7 +26,7 @@ from specs.sharded_checkpoint.models import (
     SETTINGS,
     Extra,
     Rich,
-    Tiny,
+    Stubborn,
     adamw,
     evaluate,
     momentum,
@@ -213,24 +213,23 @@ def of_all(value: Any) -> list[Any]:
 def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int, bad: str) -> str:
     """What a call raises where the path of one rank is another, as on a disk of its own.
 
-    Or where a hook of its model raises, or its disk is full. A rank that never looks for itself may
-    raise nothing, and loads what the others do. It ends there: a call more would meet that of a
-    rank that waits, and hide that it does.
+    Or where the extra state of its model raises, or its disk is full. A rank that never looks for
+    itself may raise nothing, and loads what the others do. It ends there: a call more would meet
+    that of a rank that waits, and hide that it does.
     """
-    model, optimizer = small()
+    model, optimizer = small(kind=Stubborn)
     (folder / "file").touch()
     if name == "load":
         answer.save(folder / "good", model, optimizer, 1)
     if name == "load_whole":
-        on_rank_0(lambda: torch.save(Tiny().state_dict(), folder / "good"))
+        on_rank_0(lambda: torch.save(Stubborn().state_dict(), folder / "good"))
     if bad == "newer":
         answer.save(folder / bad, model, optimizer, 9)
     path, room = folder / "good", nullcontext()
     if rank == bad_rank and bad == "no_room":
         room = no_room()
-    elif rank == bad_rank and bad == "hook":
-        loads, saves = model.register_load_state_dict_post_hook, model.register_state_dict_pre_hook
-        (loads if "load" in name else saves)(lambda *_: 1 / 0)
+    elif rank == bad_rank and bad == "extra":
+        vars(model)["fails"] = "set" if "load" in name else "get"
     elif rank == bad_rank:
         path = folder / bad
     args = {"load": (optimizer,), "save": (optimizer, 5)}.get(name, ())

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from kit.laws.checks import check_equal, check_raises
@@ -47,7 +48,8 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
         answer.save(folder, model, optimizer, number)
         on_rank_0(lambda: _turn_times(folder))
         if number in (10, 1_000_000):
-            cause = "as texts 2 comes after 10; or times are compared, and a copy has others"
+            cause = "as texts 2 comes after 10, a million has 7 digits; or times are compared, and "
+            cause += "a copy has others"
             newest = answer.load(folder, model, optimizer)
             check_equal(newest, number, "step of the newest checkpoint", cause=cause)
             dist.barrier()
@@ -81,9 +83,9 @@ def _files(folder: Path) -> dict[str, Any]:
 
 
 def save_often(answer: Any, rank: int, folder: Path) -> None:
-    """Checkpoints 1 to 6; the bytes in the folder after each."""
-    model, optimizer = small()
-    found = []
+    """Checkpoints 1 to 6, with an optimizer that has no state; the bytes after each."""
+    model, found = small()[0], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(1, 7):
         answer.save(str(folder / "made"), model, optimizer, number)
         dist.barrier()

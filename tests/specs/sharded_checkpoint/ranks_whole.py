@@ -109,7 +109,8 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
     cause = "it is not the model's, or it is in another dtype"
     check_equal(load_file(path), new, "what is in the file", cause=cause)
     for when, copy in copies.made:
-        names = sorted(load_file(copy / path.name))
+        file = copy / path.name
+        names = sorted(load_file(file))
         check(
             names in (["from before"], sorted(new)),
             expected=f"names of the file from before, or those of the model, {when}",
@@ -117,6 +118,10 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
             cause="the file is written in place, as shutil.move() from another disk does too, "
             "or taken away before the new one is there",
         )
+        answer.save_whole(file, model)
+        cause = "what a killed save has left is in the way of the next one"
+        what = f"what is in the file after a new save, {when}"
+        check_equal(load_file(file), new, what, cause=cause)
 
 
 def books(answer: Any, rank: int, path: Path, is_plain: bool) -> Account:

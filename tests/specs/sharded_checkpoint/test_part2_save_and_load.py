@@ -84,15 +84,17 @@ class TestPart2SaveAndLoad:
         world.run(answer, ranks.refuses_folders, tmp_path)
 
     @pytest.mark.survives("load", "together")
-    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "not_there"), (1, "hook")])
+    @pytest.mark.parametrize(
+        ("bad_rank", "bad"), [(0, "not_there"), (1, "not_there"), (1, "extra")]
+    )
     def test_every_rank_raises_where_one_cannot_load(self, answer, world, tmp_path, bad_rank, bad):
-        """The folder is missing, as where a disk is not mounted, or a hook of the model raises."""
+        """The folder is missing, as where a disk is not mounted, or extra state raises."""
         ranks.check_alike(world.run(answer, ranks.fails_on_one, "load", tmp_path, bad_rank, bad))
 
     @pytest.mark.survives("save", "together")
-    @pytest.mark.parametrize(("bad_rank", "bad"), [(1, "newer"), (0, "file/run"), (1, "hook")])
+    @pytest.mark.parametrize(("bad_rank", "bad"), [(1, "newer"), (0, "file/run"), (1, "extra")])
     def test_all_ranks_save_or_none_where_one_refuses(self, answer, world, tmp_path, bad_rank, bad):
-        """One rank sees step 9 where 5 is to be saved, cannot make the folder, or a hook raises."""
+        """A rank sees step 9 where 5 is to be saved, or no place for the folder, or it raises."""
         ranks.check_alike(world.run(answer, ranks.fails_on_one, "save", tmp_path, bad_rank, bad))
 
 

@@ -76,7 +76,7 @@ class TestPart4OneFile:
     def test_what_fails_on_one_rank_raises_on_every_rank_and_leaves_no_half_file(
         self, answer, world, tmp_path
     ):
-        """Rank 0 has no room, without a file from before and with one; a hook raises on rank 1."""
+        """Rank 0 has no room, without an older file and with one; extra state raises on rank 1."""
         path = tmp_path / "good"
         for before in ([], ["weight"]):
             if before:
@@ -88,8 +88,8 @@ class TestPart4OneFile:
             cause = "it is written in place: half a file is there under its name"
             names = list(load_file(path)) if path.exists() else []
             check_equal(names, before, "names in the file", cause=cause)
-        hook = "save_whole", tmp_path, 1, "hook"
-        ranks.check_alike(world.run(answer, ranks.fails_on_one, *hook))
+        extra = "save_whole", tmp_path, 1, "extra"
+        ranks.check_alike(world.run(answer, ranks.fails_on_one, *extra))
 
     @pytest.mark.survives("save_whole", "whole")
     @pytest.mark.parametrize("world", [1], indirect=True, ids=["1_rank"])
@@ -100,9 +100,9 @@ class TestPart4OneFile:
         world.run(answer, ranks_whole.killed_save_whole, tmp_path)
 
     @pytest.mark.survives("load_whole", "together")
-    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "hook")])
+    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "extra")])
     def test_every_rank_raises_where_one_fails(self, answer, world, tmp_path, bad_rank, bad):
-        """The file is missing, as where a disk is not mounted, or a hook of the model raises."""
+        """The file is missing, as where a disk is not mounted, or extra state raises."""
         fails = ranks.fails_on_one, "load_whole", tmp_path, bad_rank, bad
         ranks.check_alike(world.run(answer, *fails))
 
