@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -136,20 +137,23 @@ def catalogue(kata: Kata) -> tuple[list[Entry], list[Entry]]:
     return [e for e in entries if e.caught_by], [e for e in entries if not e.caught_by]
 
 
-def together(variants: Iterable[Entry]) -> list[Entry]:
-    """Variants of different functions as one answer: what refuses it refuses one of them."""
+def together(variants: Iterable[Entry], reference: str) -> list[Entry]:
+    """Variants that edit different lines as one answer: what refuses it refuses one of them."""
     groups: list[list[Entry]] = []
     for variant in variants:
-        scopes_of = {hunk.scope for hunk in variant.hunks}
-        free = (g for g in groups if not any(h.scope in scopes_of for e in g for h in e.hunks))
-        group = next(free, None)
-        if group is None:
-            groups.append(group := [])
-        group.append(variant)
-    return [
-        Entry("+".join(e.name for e in g), g[0].place, hunks=[h for e in g for h in e.hunks])
-        for g in groups
-    ]
+        for group in groups:
+            with contextlib.suppress(ValueError):  # they overlap
+                _joined([*group, variant]).source(reference)
+                group.append(variant)
+                break
+        else:
+            groups.append([variant])
+    return [*map(_joined, groups)]
+
+
+def _joined(entries: list[Entry]) -> Entry:
+    name = "+".join(entry.name for entry in entries)
+    return Entry(name, entries[0].place, hunks=[h for entry in entries for h in entry.hunks])
 
 
 def read(page: Path) -> list[Entry]:

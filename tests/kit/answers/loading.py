@@ -61,9 +61,10 @@ def sources(kata: Kata, selection: str) -> list[Answer]:
                 Answer(kata, "right", path, f"right/{path.stem}")
                 for path in sorted(folder.glob("*.py"))
             ]
+            variants = together(catalogue(kata)[1], kata.solution.read_text(encoding="utf-8"))
             found += [
                 Answer(kata, "variants", edited(kata, "variants", entry), f"right/{entry.name}")
-                for entry in together(catalogue(kata)[1])
+                for entry in variants
             ]
         elif part == "mistakes":
             found += [
