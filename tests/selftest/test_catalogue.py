@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.answers.catalogue import Entry, catalogue, read
+from kit.answers.catalogue import Entry, catalogue, read, together
 from kit.catalog import GROUPS, Kata, all_katas
 from selftest.tiny import (
     MISTAKES,
@@ -92,6 +92,17 @@ def test_an_edit_that_does_not_apply_is_an_error_with_file_and_line(page: Read, 
     (it,) = page(_diff(*STALE[problem]))
     with pytest.raises(ValueError, match=problem):
         it.source(SOLUTION)
+
+
+def test_variants_that_edit_different_lines_are_one_answer(page: Read) -> None:
+    """Also in one function; two that edit the same line are two."""
+    total = ("_total", f"    {TOTAL}")
+    places = {"one": total, "two": total, "three": ("mean", "    if not values:"), "four": total}
+    text = "## Accepted variants\n"
+    for name, (scope, line) in places.items():
+        text += f"### {name}\n\nWhy.\n\n```diff\n@@ {scope} @@\n-{line}\n+{line}  # {name}\n```\n"
+    found = [it.name for it in together(page(text), SOLUTION)]
+    assert found == ["one+three", "two", "four"]
 
 
 GOOD = _diff("@@ mean @@", "-a")
