@@ -32,8 +32,11 @@ def said(error: BaseException) -> str:
     """Type, message and notes; of an error in another process, a note says which.
 
     Where a message has tracebacks, as one of several ranks has, the first one ends with what it is.
+    A tensor that is no key would be pages of numbers.
     """
     text = str(error)
+    if isinstance(error, KeyError) and "tensor(" in text:
+        text = f"{text.partition('(')[0]}(...) is no key"
     if tracebacks := text.split("Traceback (most recent call last)")[1:]:
         text = tracebacks[0].strip().splitlines()[-1]
     return "\n".join([f"{type(error).__name__}: {text}", *notes_of(error).others])

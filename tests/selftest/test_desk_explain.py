@@ -114,6 +114,11 @@ def test_an_error_of_all_ranks_is_told_by_the_last_line_of_the_first(judged):
     assert problem.got == "RuntimeError: KeyError: 'moment 1'"
 
 
+def test_a_tensor_that_is_no_key_is_not_written_out(judged):
+    problem = told(judged(in_mean("import torch", "return {}[torch.ones(3)]")))
+    assert problem.got == "KeyError: tensor(...) is no key"
+
+
 def test_an_assert_on_a_gpu_is_told_with_the_way_to_its_cause(judged):
     words = "CUDA error: device-side assert triggered\\nCompile with `TORCH_USE_CUDA_DSA`"
     problem = told(judged(in_mean(f'raise RuntimeError("{words}")')))
