@@ -94,7 +94,7 @@ class TestPart2SaveAndLoad:
     @pytest.mark.survives("save", "together")
     @pytest.mark.parametrize(("bad_rank", "bad"), [(1, "newer"), (0, "file/run"), (1, "extra")])
     def test_all_ranks_save_or_none_where_one_refuses(self, answer, world, tmp_path, bad_rank, bad):
-        """A rank sees step 9 where 5 is to be saved, or no place for the folder, or it raises."""
+        """One rank sees a step 9, has no place for the folder, or extra state that raises."""
         ranks.check_alike(world.run(answer, ranks.fails_on_one, "save", tmp_path, bad_rank, bad))
 
 
