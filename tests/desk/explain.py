@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import linecache
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -42,6 +42,7 @@ class Judged:
     limit: float
     importing: bool = False
     clause: contract.Clause = ""
+    clauses: Mapping[str, tuple[str, contract.Clause]] = field(default_factory=dict)  # of all specs
 
 
 def explain(error: BaseException, judged: Judged) -> Problem:
@@ -87,9 +88,12 @@ def _about(error: BaseException, judged: Judged) -> str:
 def _sentence(error: SpecFailure, judged: Judged) -> str:
     """The sentence that the answer breaks, where it is another than that of the spec.
 
-    A spec of a detail is about that detail, unless what is broken holds for every function. What
-    another function breaks is not known: its contract begins with what it does.
+    A mistake that is the cause breaks the sentence of the spec that must catch it. A spec of a
+    detail is about that detail, unless what is broken holds for every function. What another
+    function breaks is not known: its contract begins with what it does.
     """
+    if error.home in judged.clauses:
+        return contract.sentence(judged.reference, *judged.clauses[error.home])
     if error.at:
         return f"{error.at}: {contract.contract_of(judged.reference, error.at).summary}"
     is_of_a_detail = isinstance(judged.clause, int) and error.clause != UNTOUCHED

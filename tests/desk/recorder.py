@@ -212,7 +212,8 @@ def _judged(item: pytest.Item, importing: bool) -> Judged:
     limit = float(item.config.getoption("timeout", None) or 0)
     path, reference = (answer.path, answer.kata.solution) if answer else (Path(), Path())
     function, clause = clause_of(item)
-    return Judged(path, reference, function, limit, importing, clause)
+    clauses = {getattr(it, "originalname", it.name): clause_of(it) for it in item.session.items}
+    return Judged(path, reference, function, limit, importing, clause, clauses)
 
 
 def _is_importing(error: BaseException, item: pytest.Item) -> bool:

@@ -14,7 +14,7 @@ from desk.verdict import Job, Verdict
 from desk.words import state, summary
 from kit.answers.loading import load
 from kit.catalog import Kata, Part
-from kit.laws.checks import in_scenario
+from kit.laws.checks import SpecFailure, in_scenario
 from selftest.tiny import SOLUTION
 from selftest.tiny_answers import in_mean
 
@@ -283,3 +283,14 @@ def test_the_scenario_of_an_error_is_told_apart_from_its_words(judged):
     problem = told(judged(SOLUTION), call)
     assert "scenario" not in problem.got
     assert problem.scenario == "a number (and 1 more of 3: a word)"
+
+
+def test_a_mistake_that_is_the_cause_breaks_the_sentence_of_its_own_spec(judged):
+    mine = judged(SOLUTION)
+    contract = "Mean.\n\n        order  any\n        count  of all\n    "
+    mine.reference.write_text(f'def mean():\n    """{contract}"""\n')
+    mine = dataclasses.replace(mine, clauses={"test_a": ("mean", "order")})
+    failure = SpecFailure("1", "2", "a mistake", sure=True, clause="count")
+    assert explain(failure.but(home="test_a"), mine).contract == "mean, order: any"
+    for home in ("", "test_of_a_part_that_is_not_judged"):
+        assert explain(failure.but(home=home), mine).contract == "mean, count: of all"

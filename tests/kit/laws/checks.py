@@ -32,6 +32,7 @@ class SpecFailure(AssertionError):
             argument, "Raises", or the number of a detail.
         at: the function at fault, where it is another than the spec's own.
         scenario: where it is seen, and in how many others.
+        home: the spec that must catch the mistake that is the cause, where there is one.
     """
 
     def __init__(
@@ -43,15 +44,16 @@ class SpecFailure(AssertionError):
         clause: str | int = "",
         at: str = "",
         scenario: str = "",
+        home: str = "",
     ) -> None:
-        self.expected, self.got, self.cause = expected, got, cause
+        self.expected, self.got, self.cause, self.home = expected, got, cause, home
         self.sure, self.clause, self.at, self.scenario = sure, clause, at, scenario
         label = "cause  " if sure else "perhaps"
         where = f"\n  scenario  {scenario}" if scenario else ""
         super().__init__(f"\n  expected  {expected}\n  got       {got}{where}\n  {label}   {cause}")
 
     def _parts(self) -> dict[str, Any]:
-        names = ("expected", "got", "cause", "sure", "clause", "at", "scenario")
+        names = ("expected", "got", "cause", "sure", "clause", "at", "scenario", "home")
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[type[SpecFailure], tuple[Any, ...]]:

@@ -217,9 +217,9 @@ class Law:
         first = found[0]
         name = first.observable
         meaning = next((m for start, m in self.meanings.items() if name.startswith(start)), "")
-        belief = self._suspect(first.scenario, group, answer, device, seen)
+        suspect = self._suspect(first.scenario, group, answer, device, seen)
         late = self._too_late(first.scenario, seen)
-        belief = belief or late or certain(first.got, first.want, name)
+        belief = suspect.belief if suspect else late or certain(first.got, first.want, name)
         if not belief and in_another_order(first.got, first.want):
             belief = (
                 "all of it is there, in another order: something is read or done ahead, or late"
@@ -230,6 +230,7 @@ class Law:
             cause=belief or meaning or self._known(answer),
             sure=belief is not None,
             clause="" if late else self._clause(first),
+            home=suspect.entry.spec if suspect else "",
         )
         tried = len(seen) if len(seen) == len(self.groups[group]) else 0
         raise in_scenario(failure, *[d.scenario for d in found], tried=tried)
@@ -251,7 +252,7 @@ class Law:
         answer: ModuleType,
         device: torch.device,
         mine: dict[str, Pattern],
-    ) -> str | None:
+    ) -> Suspect | None:
         """The known mistake that would be seen just so, in this scenario and in others."""
         few, more = [first, *mine], list[str]()
         # Where an error has ended the spec, more of them would come from the others.
@@ -268,7 +269,7 @@ class Law:
                 want = mine[scenario]
                 fitting = [s for s in fitting if same(want, self._guess(s, scenario, device))]
             if fitting:
-                return fitting[0].belief
+                return fitting[0]
         return None
 
     def _known(self, answer: ModuleType) -> str:
