@@ -70,7 +70,7 @@ def test_a_proof_fails_where_a_figure_is_another():
     proof = ("pytest", "tests/specs", "--answers=solutions,mistakes", "-q", "-rN")
     code, out = home.run(*proof, "-n1", "--dist=loadfile")  # figures come from another process
     assert code == 1
-    assert "\ntiny_mean.md: part 1, peak: reference is 2,000, not 1,487\n" in out
+    assert "\nFAILED tiny_mean.md: part 1, peak: reference is 2,000, not 1,487\n" in out
     assert " failed" not in out
     code, out = home.run(*proof, "-k", "few_bytes or start")
     assert code == 0

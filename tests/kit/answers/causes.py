@@ -60,7 +60,7 @@ class Causes:
                 f"({_percent(named):.0f} %)"
             )
         for line in self._complaints:
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(f"FAILED {line}", red=True)
 
 
 def _percent(named: dict[str, bool]) -> float:

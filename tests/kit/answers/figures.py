@@ -128,4 +128,4 @@ class Figures:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """A line for each figure that is wrong."""
         for line in self._complaints:
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(f"FAILED {line}", red=True)
