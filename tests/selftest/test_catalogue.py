@@ -258,4 +258,4 @@ def test_the_proof_fails_where_too_few_causes_are_named():
     assert code == 1
     assert "\n2 passed" in out
     assert "\ntiny_mean: the cause is named in 1 of 2 mistakes (50 %)\n" in out
-    assert re.search(r"\ntiny_mean: fewer than 80 % .* these have not: forgets_one\n", out)
+    assert re.search(r"\nFAILED tiny_mean: fewer than 80 % .* these have not: forgets_one\n", out)
