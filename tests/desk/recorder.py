@@ -212,8 +212,14 @@ def _judged(item: pytest.Item, importing: bool) -> Judged:
     limit = float(item.config.getoption("timeout", None) or 0)
     path, reference = (answer.path, answer.kata.solution) if answer else (Path(), Path())
     function, clause = clause_of(item)
-    clauses = {getattr(it, "originalname", it.name): clause_of(it) for it in item.session.items}
+    clauses = _clauses(item.session)
     return Judged(path, reference, function, limit, importing, clause, clauses)
+
+
+@functools.cache  # every report asks
+def _clauses(session: pytest.Session) -> dict[str, tuple[str, contract.Clause]]:
+    """What each spec is about, by its name."""
+    return {getattr(item, "originalname", item.name): clause_of(item) for item in session.items}
 
 
 def _is_importing(error: BaseException, item: pytest.Item) -> bool:

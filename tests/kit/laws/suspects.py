@@ -108,9 +108,10 @@ def explained(
         return error
     public = functions(find_kata(kata).solution)
     names = [code.co_name for code in mine if code.co_name in public]
+    wanted = ending(error, answer)
     with of_function(names[-1] if names else function):
         for suspect in itertools.chain.from_iterable(suspects(kata, answer)):
-            if _ending_of(run, suspect.load()) == ending(error, answer):
+            if _ending_of(run, suspect.load()) == wanted:
                 return with_cause(error, suspect.belief)
     return error
 
@@ -128,7 +129,7 @@ def _ending_of(
 def ending(error: BaseException, answer: ModuleType | None) -> tuple[object, ...]:
     """Its type, file and function of the line that raised it, and its text without addresses.
 
-    The file of an answer is like that of any other.
+    One answer's own file is as good as another's.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename

@@ -163,7 +163,5 @@ class TestPart4MasterWeights:
             call = partial(side.load_state_dict, saved | bad)
             errors = ValueError if "masters" in bad else Exception
             check_raises(call, errors, when=f"for {what}")
-            cause = (
-                "masters are checked too late, or they or the optimizer are loaded when it refuses"
-            )
+            cause = "masters are checked too late, or something is loaded before another refuses"
             check_equal(side.seen(), before, f"the trainer that has refused {what}", cause=cause)

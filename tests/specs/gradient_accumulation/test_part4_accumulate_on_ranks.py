@@ -72,7 +72,7 @@ class TestPart4AccumulateOnRanks:
             plain=4 * 4 * trained,
             reference=theirs["bytes"],
             formula="one set of trained gradients + 8 numbers; plain sends one a micro-batch",
-            cause="gradients are sent more than once (forward too belongs in no_sync()), or more",
+            cause="gradients go more than once (forward belongs in no_sync() too), or weights",
         )
         cause = "one call for the counts, and one for all gradients: each tensor is sent by itself,"
         cause += " or counts are more than 8 numbers, or flags or losses have calls of their own"

@@ -175,7 +175,7 @@ class TestPart1StateBytes:
         yield "a tensor as learning rate", (64, 64, 0, 0), model, adam
 
     @pytest.mark.survives("state_bytes", 4)
-    @counts("each storage has the address 0: all count as one, or not; or views count again")
+    @counts("the address of each is 0: all count as one, or none counts; or views count again")
     def test_counts_tensors_on_the_meta_device(self):
         flat, more = torch.zeros(10, device="meta"), nn.Parameter(torch.zeros(4, device="meta"))
         model = with_buffers(nn.Linear(8, 4, device="meta"), part=flat[2:7], flat=flat, more=more)

@@ -113,9 +113,7 @@ class TestPart2SavedBytes:
         yield "40 residual blocks", 40 * 4 * 10, lambda: reduce(residual, range(40), x)
 
     @pytest.mark.exact("saved_bytes", "left out")
-    @counts(
-        "leave out the storages of this model's parameters() and buffers(): frozen, hidden, views"
-    )
+    @counts("go by the storages of parameters() and buffers(), frozen and hidden ones too")
     def test_never_counts_parameters_or_buffers(self):
         """Saved: x (5 x 6), the input of batch norm and two statistics of 8; no running mean."""
         layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
