@@ -439,7 +439,9 @@ class _Sweep:
             self._park(output)
             output.backward()
         elif self.grad is not None and output.requires_grad:
-            edge, grad = get_gradient_edge(output), self.grad
+            # Of a view: torch 2.6 frees the node of an autograd.Function with its last output.
+            with torch.enable_grad():
+                edge, grad = get_gradient_edge(output.view_as(output)), self.grad
             del output
             self.grad = None
             sums = self._sums_so_far(at)
