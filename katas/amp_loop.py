@@ -2,9 +2,10 @@
 
     untouched  modes, hooks, training flags and values of data stay as they were, after an error
                too; no seed is set
+    errors     ValueError unless it says otherwise; each names the offending value, and comes before
+               any change
 
-Gradients are dense. Errors are ValueError unless it says otherwise, name the offending value,
-and are raised before anything is changed.
+Gradients are dense.
 
 Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
 """
@@ -279,4 +280,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 13e57bc99227
+# untouched stub 3b988d6d4f22

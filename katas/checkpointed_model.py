@@ -1,10 +1,10 @@
 """Checkpointed model: recompute activations instead of keeping them.
 
 An *input*: a block's input in bytes; an *inside*: its plain peak above weights, their gradients,
-input.
+input. An "error" is any exception.
 
-Errors are ValueError unless it says otherwise, name the offending value, and come before any
-change. An "error" is any exception.
+    errors  ValueError unless it says otherwise; each names the offending value, and comes before
+            any change
 """
 
 from __future__ import annotations
@@ -209,4 +209,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub e1bbc0ffa9cf
+# untouched stub 7bf0241806da

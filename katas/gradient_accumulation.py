@@ -4,9 +4,8 @@ A window is the micro-batches whose gradients make one optimizer step. Its loss 
 all, no mean of means.
 
     untouched  modes, hooks, training flags, values of data, after an error too; no seed is set
-
-Errors are ValueError, raised before anything is changed; the message names the offending value,
-or what is in parentheses.
+    errors     ValueError, before any change; the message names the offending value, or what is in
+               parentheses
 """
 
 from __future__ import annotations
@@ -229,4 +228,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 9411f32ee0f4
+# untouched stub 052e180cfeed

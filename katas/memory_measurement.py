@@ -3,8 +3,8 @@
 All figures are bytes (int). Memory belongs to storages: all views of a tensor share one, which
 counts once and in full. Tensors are dense.
 
-Errors are ValueError unless it says otherwise, name the offending value, and are raised before
-anything is changed.
+    errors  ValueError unless it says otherwise; each names the offending value, and comes before
+            any change
 """
 
 from __future__ import annotations
@@ -188,4 +188,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub d35ffbe7e5c7
+# untouched stub e1b5400ee75b

@@ -6,8 +6,8 @@ rows, rounded up.
 
 All ranks of the mesh call these functions together, with the same arguments except for the data.
 
-Errors are ValueError unless it says otherwise, raised before anything is changed; those under
-Raises name the offending value.
+    errors  ValueError unless it says otherwise, before any change; what is under Raises names the
+            offending value
 
 Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
 """

@@ -6,9 +6,8 @@ state. All ranks call these functions together, with the same arguments.
 
     together   where one rank fails, every rank raises (others any error); none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
-
-What Raises lists is a ValueError that names the offending value, before anything is changed.
-Other errors may be of any class; Ctrl-C may end a rank alone.
+    errors     what Raises lists is a ValueError that names the offending value, before any change;
+               others may be of any class; Ctrl-C may end a rank alone
 
 Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpoint.
 """

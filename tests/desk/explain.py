@@ -20,7 +20,7 @@ from desk.source import Place
 from desk.torch_errors import meaning, said
 from kit.answers import contract
 from kit.catalog import ROOT, shown
-from kit.laws.checks import UNTOUCHED, SpecFailure, notes_of
+from kit.laws.checks import ERRORS, UNTOUCHED, SpecFailure, notes_of
 from kit.memory.gpu import ends_the_gpu
 from kit.private_torch import ENGINE
 
@@ -96,7 +96,7 @@ def _sentence(error: SpecFailure, judged: Judged) -> str:
         return contract.sentence(judged.reference, *judged.clauses[error.home])
     if error.at:
         return f"{error.at}: {contract.contract_of(judged.reference, error.at).summary}"
-    is_of_a_detail = isinstance(judged.clause, int) and error.clause != UNTOUCHED
+    is_of_a_detail = isinstance(judged.clause, int) and error.clause not in (UNTOUCHED, ERRORS)
     if is_of_a_detail or not error.clause:
         return ""
     return contract.sentence(judged.reference, judged.function, error.clause)

@@ -14,7 +14,7 @@ from desk.verdict import Job, Verdict
 from desk.words import state, summary
 from kit.answers.loading import load
 from kit.catalog import Kata, Part
-from kit.laws.checks import SpecFailure, in_scenario
+from kit.laws.checks import ERRORS, SpecFailure, in_scenario
 from selftest.tiny import SOLUTION
 from selftest.tiny_answers import in_mean
 
@@ -294,3 +294,12 @@ def test_a_mistake_that_is_the_cause_breaks_the_sentence_of_its_own_spec(judged)
     assert explain(failure.but(home="test_a"), mine).contract == "mean, order: any"
     for home in ("", "test_of_a_part_that_is_not_judged"):
         assert explain(failure.but(home=home), mine).contract == "mean, count: of all"
+
+
+def test_what_an_error_says_and_leaves_behind_is_a_sentence_of_the_module(judged):
+    mine = judged(SOLUTION)
+    mine.reference.write_text('"""Means.\n\n    errors  name the value\n"""\n')
+    failure = SpecFailure("1", "2", "changed", clause=ERRORS)
+    for clause in ("Raises", 3):
+        told = explain(failure, dataclasses.replace(mine, clause=clause))
+        assert told.contract == "mean, errors: name the value"

@@ -21,7 +21,7 @@ from kit.answers.settings import SETTINGS
 from kit.catalog import all_katas
 from kit.laws import checks, untouched
 from kit.laws.bars import bar
-from kit.laws.checks import UNTOUCHED, SpecFailure, check_bar, check_close, check_equal
+from kit.laws.checks import ERRORS, UNTOUCHED, SpecFailure, check_bar, check_close, check_equal
 from kit.laws.endings import check_ending
 from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.law import Law
@@ -397,5 +397,6 @@ def test_why_an_input_is_not_refused_as_it_should_be_is_told(error, cause):
             raise error("no size")
         assert size > 0, f"size {size}"
 
-    with pytest.raises(SpecFailure, match=cause):
+    with pytest.raises(SpecFailure, match=cause) as failure:
         checks.check_raises(lambda: call(0), ValueError, mentions=[0, "size"], when="for 0")
+    assert failure.value.clause == ERRORS

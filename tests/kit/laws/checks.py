@@ -127,8 +127,8 @@ class Bar:
 _SCENARIO = "in the scenario: "
 _CAUSE = "because: "
 
-# The clause of what every function leaves alone: a law of the module.
-UNTOUCHED = "untouched"
+# Laws of the module: what every function leaves alone, and what an error says and leaves behind.
+UNTOUCHED, ERRORS = "untouched", "errors"
 
 # Bars of the spec that runs now; the test session takes them out after each spec.
 bars: list[Bar] = []
@@ -136,17 +136,19 @@ bars: list[Bar] = []
 Suspects = Mapping[str, object]
 
 
-def fail(*, expected: str, got: object, cause: str, sure: bool = False) -> NoReturn:
+def fail(
+    *, expected: str, got: object, cause: str, sure: bool = False, clause: str = ""
+) -> NoReturn:
     """End the spec: the answer is wrong."""
     __tracebackhide__ = True
-    raise SpecFailure(expected, str(got), cause, sure)
+    raise SpecFailure(expected, str(got), cause, sure, clause)
 
 
-def check(ok: bool, *, expected: str, got: object, cause: str) -> None:
+def check(ok: bool, *, expected: str, got: object, cause: str, clause: str = "") -> None:
     """Fail unless `ok`."""
     __tracebackhide__ = True
     if not ok:
-        fail(expected=expected, got=got, cause=cause)
+        fail(expected=expected, got=got, cause=cause, clause=clause)
 
 
 def check_equal(
@@ -157,6 +159,7 @@ def check_equal(
     cause: str,
     suspects: Suspects | None = None,
     before: object = None,
+    clause: str = "",
 ) -> None:
     """Fail unless both are equal: tensors to the bit and in dtype, anything else by ==.
 
@@ -176,6 +179,7 @@ def check_equal(
         got=differences(got, want),
         cause=belief or cause,
         sure=belief is not None,
+        clause=clause,
     )
 
 
@@ -250,6 +254,7 @@ def check_raises(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
                 cause=_why_another(error),
+                clause=ERRORS,
             )
         if lacks := missing(error, mentions):
             on_purpose = is_raised_on_purpose(error)
@@ -260,12 +265,14 @@ def check_raises(
                 if on_purpose
                 else "nothing checks it: it is used, and that fails",
                 sure=on_purpose,
+                clause=ERRORS,
             )
         if not torch.equal(stream, torch.get_rng_state()):
             fail(
                 expected=f"{expected}, and torch's random stream where it was",
                 got="the stream has moved",
                 cause="it begins before everything is checked: it draws, or loads a state",
+                clause=ERRORS,
             )
         return
     fail(expected=expected, got="no error", cause=cause)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from kit.answers.marks import subject_of
-from kit.laws.checks import SpecFailure, in_scenario
+from kit.laws.checks import ERRORS, SpecFailure, in_scenario
 from kit.laws.compare import NEAR, Difference, is_named, narrowed, same
 from kit.laws.differences import certain, in_another_order, shown
 from kit.laws.mentions import in_words
@@ -224,13 +224,14 @@ class Law:
             belief = (
                 "all of it is there, in another order: something is read or done ahead, or late"
             )
+        is_of_errors = bool(late) or name == "message"
         failure = SpecFailure(
             expected=f"{first.observable} = {shown(first.want)}",
             got=shown(first.got, first.want),
             cause=belief or meaning or self._known(answer),
             sure=belief is not None,
-            clause="" if late else self._clause(first),
-            home=suspect.entry.spec if suspect else "",
+            clause=ERRORS if is_of_errors else self._clause(first),
+            home=suspect.entry.spec if suspect and not is_of_errors else "",
         )
         tried = len(seen) if len(seen) == len(self.groups[group]) else 0
         raise in_scenario(failure, *[d.scenario for d in found], tried=tried)
@@ -243,7 +244,7 @@ class Law:
         more = len(pattern.get("passes forward", ())) - len(self._right[scenario]["passes forward"])
         times = "once" if more == 1 else f"{more} times"
         ran = f", after the model has run {times}" if more > 0 else ""
-        return f"it is refused too late{ran}: look at everything before anything is changed"
+        return f"it is refused too late{ran}: look at everything before you change anything"
 
     def _suspect(
         self,

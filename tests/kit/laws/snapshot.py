@@ -19,7 +19,9 @@ class Snapshot:
         self.model, self.optimizer = model, optimizer
         self.before = self._now()
 
-    def check_unchanged(self, when: str, *, cause: str, gradients: bool = True) -> None:
+    def check_unchanged(
+        self, when: str, *, cause: str, gradients: bool = True, clause: str = ""
+    ) -> None:
         """Fail if weights, optimizer state or (unless told otherwise) gradients are others now."""
         __tracebackhide__ = True
         now = self._now()
@@ -30,6 +32,7 @@ class Snapshot:
             expected=f"weights, gradients and optimizer state as before {when}",
             got=f"{' and '.join(changed)} changed",
             cause=cause,
+            clause=clause,
         )
 
     def _now(self) -> dict[str, Any]:

@@ -112,7 +112,13 @@ def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_untouched(
-    before: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, call: str, cause: str
+    before: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    call: str,
+    cause: str,
+    clause: str = "",
 ) -> None:
     """Fail if anything in `before` (of `local_state`) is otherwise on this rank."""
     __tracebackhide__ = True
@@ -123,6 +129,7 @@ def check_untouched(
         expected=f"{', '.join(before)} as before {call}",
         got=f"{' and '.join(changed)} changed",
         cause=cause,
+        clause=clause,
     )
 
 

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from kit.laws.again import fails_once
 from kit.laws.bars import bar
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.precisions import default_dtype
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
@@ -248,7 +248,8 @@ class TestPart2LossScaler:
         check_raises(
             partial(unscale, optimizer), ValueError, mentions=["float16"], when="in float16"
         )
-        before.check_unchanged("the refused call", cause="divided before it was checked")
+        cause = "divided before it was checked"
+        before.check_unchanged("the refused call", cause=cause, clause=ERRORS)
         cause = "all but float32 is refused or narrowed, or the refused call has left a trace"
         check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
         params[2].grad = None
@@ -300,4 +301,4 @@ class TestPart2LossScaler:
                 when = f"for a state with {key}={value}"
                 check_raises(load, ValueError, mentions=[value], when=when)
                 what = f"the scaler, refused a state with {key}={value}"
-                check_equal(scaler.state_dict(), before, what, cause=cause)
+                check_equal(scaler.state_dict(), before, what, cause=cause, clause=ERRORS)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.checks import check, check_equal, check_raises
+from kit.laws.checks import ERRORS, check, check_equal, check_raises
 from kit.laws.equal import same
 from kit.laws.failures import FAILURES, failing, folders_apart
 from kit.laws.precisions import scaler_for
@@ -296,4 +296,4 @@ class TestPart3Train:
             check_raises(load, errors, mentions=words, when=when, cause=cause)
             cause = "one part is loaded, whole or half, before another refuses"
             what = f"the run with {difference} after the refused load"
-            check_equal(state_of(world), before, what, cause=cause)
+            check_equal(state_of(world), before, what, cause=cause, clause=ERRORS)

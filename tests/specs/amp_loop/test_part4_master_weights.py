@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kit.laws.bars import bar
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.precisions import default_dtype
 from kit.laws.scripts import play
 from kit.laws.toys import mlp
@@ -164,4 +164,10 @@ class TestPart4MasterWeights:
             errors = ValueError if "masters" in bad else Exception
             check_raises(call, errors, when=f"for {what}")
             cause = "masters are checked too late, or something is loaded before another refuses"
-            check_equal(side.seen(), before, f"the trainer that has refused {what}", cause=cause)
+            check_equal(
+                side.seen(),
+                before,
+                f"the trainer that has refused {what}",
+                cause=cause,
+                clause=ERRORS,
+            )

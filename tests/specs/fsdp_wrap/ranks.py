@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import SHAPES
@@ -68,7 +68,7 @@ def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
         cause="ranks without any, or with other numbers than the others, are not seen on every one",
     )
     cause = "the work has begun before everything was checked, on every rank"
-    check_untouched(before, model, optimizer, call="the refused call", cause=cause)
+    check_untouched(before, model, optimizer, call="the refused call", cause=cause, clause=ERRORS)
 
 
 def refuses_arguments(answer: Any, rank: int) -> None:
@@ -92,4 +92,6 @@ def refuses_arguments(answer: Any, rank: int) -> None:
             cause=cause if shown else "whether the model is sharded is not looked at",
         )
         cause = "the work has begun before everything was checked"
-        check_untouched(before, module, optimizer, call="the refused call", cause=cause)
+        check_untouched(
+            before, module, optimizer, call="the refused call", cause=cause, clause=ERRORS
+        )

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kit.laws.checks import check, check_equal, check_raises
+from kit.laws.checks import ERRORS, check, check_equal, check_raises
 from kit.private_torch import forward_hooks
 from kit.ranks.shapes import Outer, nested
 from kit.ranks.toys import FEATURES, WIDTH, Block, Model, make
@@ -112,9 +112,10 @@ def check_refused(answer: Any, mesh: DeviceMesh, what: str) -> None:
         expected=f"a model as it was before the refused call, for {what}",
         got=f"{', '.join(repr(name) for name in changed[:3])} changed",
         cause="units are made before all of them have been checked",
+        clause=ERRORS,
     )
     cause = "the optimizer is made before the check"
-    check_equal(len(made), 0, f"calls of make_optimizer, for {what}", cause=cause)
+    check_equal(len(made), 0, f"calls of make_optimizer, for {what}", cause=cause, clause=ERRORS)
 
 
 def _anatomy(model: nn.Module) -> dict[str, Any]:

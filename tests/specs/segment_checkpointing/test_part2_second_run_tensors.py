@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.equal import same
 from specs.segment_checkpointing import worlds as w
 
@@ -151,7 +151,13 @@ class TestPart2Tensors:
             when = f"for a tensor in a {name} that is given"
             check_raises(call, TypeError, mentions=[(*kinds(given),)], when=when)
         cause = "arguments are looked at after the first run"
-        check_equal(len(runs), 0, "runs of a function that is refused its arguments", cause=cause)
+        check_equal(
+            len(runs),
+            0,
+            "runs of a function that is refused its arguments",
+            cause=cause,
+            clause=ERRORS,
+        )
 
     @pytest.mark.survives("checkpoint", 7)
     def test_a_tensor_hidden_in_a_result_is_no_constant(self, answer, device):

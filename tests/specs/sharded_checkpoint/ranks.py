@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.laws.checks import check_close, check_equal, check_raises
+from kit.laws.checks import ERRORS, check_close, check_equal, check_raises
 from kit.memory.resident import resident
 from kit.memory.ruler import measure
 from kit.ranks.disk import no_room
@@ -179,7 +179,7 @@ def refuses(
     unseen = f"{what}, and that is not seen: compare names and shapes, both ways"
     check_raises(call, ValueError, mentions=words, when=f"where {what}", cause=unseen)
     cause = "something is set, or dropped, before what is read has been checked"
-    check_untouched(before, model, optimizer, call="the refused call", cause=cause)
+    check_untouched(before, model, optimizer, call="the refused call", cause=cause, clause=ERRORS)
 
 
 def ordinary(call: Callable[[], Any]) -> Any:

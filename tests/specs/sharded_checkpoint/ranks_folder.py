@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.ranks.shards import check_untouched, local_state
 from specs.sharded_checkpoint.models import evaluate, small
 from specs.sharded_checkpoint.ranks import on_rank_0
@@ -36,7 +36,7 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
         cause = f"step {number} is not compared with {newest + 1} as a number, or not at all"
         check_raises(save, ValueError, mentions=[number], when=f"for step {number}", cause=cause)
         cause = "the folder is written to before the step is checked"
-        check_equal(_files(folder), before, "files in the folder", cause=cause)
+        check_equal(_files(folder), before, "files in the folder", cause=cause, clause=ERRORS)
         dist.barrier()
 
     refuse(0, 0)
