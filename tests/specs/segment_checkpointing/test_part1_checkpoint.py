@@ -248,11 +248,14 @@ class TestPart1Checkpoint:
     @pytest.mark.parametrize("how", ["grad", "inputs", "create_graph"])
     def test_refuses_what_would_lose_gradients(self, answer, device, how):
         """grad() may change no .grad, but a backward() inside would; and a second derivative would
-        lack the part from inside. inputs= may come after a backward pass that was plain."""
-        model, x = w.probed(nn.Linear(7, 5)).to(device), draw.randn(11, 7, device=device)
-        leaves = [x.requires_grad_(), *model.parameters()]
+        lack the part from inside. inputs= may come after a backward pass that was plain. A frozen
+        module may use a leaf that is not its own."""
+        x, scale = (draw.randn(11, n, device=device, requires_grad=True) for n in (7, 5))
+        trained, frozen = (w.probed(nn.Linear(7, 5)).to(device) for _ in range(2))
+        frozen.requires_grad_(False).append(w.Applied(lambda y: y * scale))
+        leaves = [x, scale, *trained.parameters()]
 
-        def ask(call):
+        def ask(call, model):
             loss = call(model, x).sum() + (x**3).sum()
             if how == "grad":
                 x.grad = torch.autograd.grad(loss, x)[0]
@@ -269,7 +272,10 @@ class TestPart1Checkpoint:
         cause = "backward() inside reaches all parameters: grad() and inputs= need a refusal"
         if how == "create_graph":
             cause = "the second run's gradients have no graph, and create_graph=True goes unnoticed"
-        w.check_right_or_refused(ask, w.plain_call, answer.checkpoint, leaves, cause)
+        for name, model in {"trained": trained, "frozen, with a leaf": frozen}.items():
+            asked, where = partial(ask, model=model), f", of a module that is {name}"
+            calls = asked, w.plain_call, answer.checkpoint
+            w.check_right_or_refused(*calls, leaves, cause, where=where)
 
 
 def check_freed(answer, reference, device, kind):

@@ -122,7 +122,7 @@ class TestPart2Tensors:
         w.check_right_or_refused(ask, plain, answer.checkpoint, [x], cause)
 
     @pytest.mark.survives("checkpoint", 9)
-    @w.as_plain("each argument is detached on its own: one tensor becomes two")
+    @w.as_plain("one tensor becomes two, each detached on its own; or two on one memory become one")
     def test_a_tensor_that_is_given_twice_is_one(self):
         """nn.MultiheadAttention, for one, computes otherwise where its query is its key."""
         x, fixed = w.leaf(11, 5), w.data(5)

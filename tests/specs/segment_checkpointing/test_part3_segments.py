@@ -130,20 +130,21 @@ class TestPart3Segments:
 
     @pytest.mark.saves("run_in_segments", "peak")
     @pytest.mark.parametrize(
-        ("count", "segments", "kind"), [(16, 4, "data"), (13, 5, "trained"), (13, 5, "evaluated")]
+        ("count", "segments", "kind"),
+        [(16, 4, "data"), (13, 5, "trained"), (13, 5, "evaluated"), (13, 5, "frozen")],
     )
     def test_the_peak_is_the_inputs_and_the_largest_segment(
         self, answer, reference, device, count, segments, kind
     ):
         """Bar: segments x input + the plain peak of ceil(layers / segments) layers.
 
-        For an input that requires a gradient, with layers in eval mode too, and for data.
+        For an input that requires a gradient, with layers in eval mode or frozen too, and for data.
         """
         layers, x = w.big_chain(count, device)
         x.requires_grad_(kind != "data")
-        layers.train(kind != "evaluated")
+        layers.train(kind != "evaluated").requires_grad_(kind != "frozen")
         largest = math.ceil(count / segments)
-        more = ", as in eval mode" * (kind == "evaluated")
+        more = {"evaluated": ", as in eval mode", "frozen": ", as for frozen layers"}.get(kind, "")
 
         def peak(run, layers=layers):
             step = lambda: w.loss_of(run(layers, x, segments)).backward()  # noqa: E731
