@@ -36,9 +36,14 @@ def told(got, want):
     if retained:
         beliefs[baseline, retained, retained] = "the peak is read when the step is over"
     if got[0] == 0 < baseline:
-        return "what exists before the step is not in the baseline"
+        return (
+            "what exists before the step is not in the baseline, or an iterator was used up before"
+        )
     if got[0] > baseline:
-        return "the baseline has more than `existing`: what another measurement has seen perhaps"
+        return (
+            "the baseline has more than `existing` has on this device: another device's tensors, or"
+            " what another measurement has seen"
+        )
     if got[2] < min(retained, 0):
         return "more is taken off than was counted, as where a new storage has an old one's address"
     if got[:2] == want[:2] and got[2] > retained:
@@ -115,7 +120,12 @@ class TestPart3PeakMemory:
         yield "in shared memory", (2, 0, 0), lambda: None, [floats(2).share_memory_()]
         (leaf := floats(2, requires_grad=True)).grad = floats(2)
         yield "a leaf without its gradient", (2, 0, 0), lambda: None, [leaf]
-        yield "an alias that is gone", (2, 0, 0), lambda: None, (t.data for t in [leaf])
+        yield (
+            "a generator of aliases, each gone at once",
+            (2, 0, 0),
+            lambda: None,
+            (t.data for t in [leaf]),
+        )
 
     @pytest.mark.exact("peak_memory", "peak")
     @agrees_with_the_ruler("memory is missed (in backward?) or counted twice (views? in-place?)")

@@ -216,7 +216,9 @@ class TestPart4Snapshots:
     @pytest.mark.exact("backward_with_snapshots", "runs")
     @runs("another schedule is run than is counted, or the loss is computed again")
     def test_runs_as_many_layers_as_it_says_and_the_loss_once(self):
-        full = [(math.comb(s + r, r) + more, s) for s in (2, 3, 4) for r in (3, 4) for more in (0, 1)]
+        full = [
+            (math.comb(s + r, r) + more, s) for s in (2, 3, 4) for r in (3, 4) for more in (0, 1)
+        ]
         for count, snapshots in [*RUNS, *full, (150, 2)]:
             yield f"{count} layers, {snapshots} snapshots", count, snapshots
 
