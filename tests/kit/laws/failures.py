@@ -83,4 +83,7 @@ def failing(failure: object, model: nn.Module, size: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             if hasattr(model, "breaks"):
                 del model.breaks
-    fail(expected=f"the error of a save ({failure})", got="no error", cause="it is swallowed")
+    cause = "it is swallowed"
+    if failure == "rename":
+        cause += "; or what cannot be renamed is copied, and half a copy is left by an error in it"
+    fail(expected=f"the error of a save ({failure})", got="no error", cause=cause)

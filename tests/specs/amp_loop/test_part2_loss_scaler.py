@@ -69,10 +69,10 @@ class Side:
             p.grad = None if n == missing else laid_otherwise(part.view(p.shape))
 
     def scaled(self, dtype):
-        """A loss of 1.1, scaled, and whether it has a graph."""
-        loss = torch.full((), 1.1, dtype=getattr(torch, dtype), device=self.device)
-        scaled = self.scale(loss.requires_grad_())
-        return scaled.item(), scaled.dtype, scaled.requires_grad
+        """A loss of 1.1, scaled, whether it has a graph, and the loss afterwards."""
+        leaf = torch.full((), 1.1, dtype=getattr(torch, dtype), device=self.device)
+        scaled = self.scale(loss := leaf.requires_grad_() * 1)
+        return scaled.item(), scaled.dtype, scaled.requires_grad, loss.item()
 
     def reload(self, kind="own"):
         """Go on with a new scaler; what the old one does after the save must not leak into it."""

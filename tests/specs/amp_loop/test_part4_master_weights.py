@@ -162,7 +162,8 @@ class TestPart4MasterWeights:
         for what, bad in others.items():
             call = partial(side.load_state_dict, saved | bad)
             errors = ValueError if "masters" in bad else Exception
-            check_raises(call, errors, when=f"for {what}")
+            cause = "shapes are not compared: only a number of masters, or of elements, or nothing"
+            check_raises(call, errors, when=f"for {what}", cause=cause)
             cause = "masters are checked too late, or something is loaded before another refuses"
             check_equal(
                 side.seen(),

@@ -98,7 +98,20 @@ def data(w):
             yield batch
         requests.append(len(w.steps))
 
-    return w.batches if "list" in w.tags else requested()
+    return w.batches if "list" in w.tags else Stream(requested())
+
+
+class Stream:
+    """As a DataLoader of a stream: to ask for its length is an error."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        return self.source
+
+    def __len__(self):
+        raise TypeError("a stream has no length")
 
 
 def _window(w, window):

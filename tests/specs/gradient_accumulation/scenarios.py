@@ -220,6 +220,7 @@ AUTOCAST = [
         lambda w: w.inside.append(lambda: torch.autocast(w.device.type, enabled=False)),
     ),
     ("in autocast, and a hook runs the model before the step", *IN_AUTOCAST, runs_before_the_step),
+    ("one micro-batch, inside the caller's autocast", *IN_AUTOCAST, only(0)),
 ]
 
 
@@ -246,6 +247,19 @@ NO_PAIRS = [
     ("one tensor of two rows", torch.ones(2, 7)),
     ("a dict of two tensors", {"inputs": torch.ones(2, 7), "labels": torch.ones(2, 5)}),
 ]
+
+
+def spoiled(w):
+    """The list of the window before, where a micro-batch is now another, a bad one."""
+
+    def visit(place):
+        if place == "next window":
+            inputs, targets = w.batches[1]
+            w.batches[1] = inputs, torch.cat([targets, targets])
+
+    w.visits, w.tags = visit, {*w.tags, "twice", "bad micro-batch"}
+
+
 NOTHING = ("no micro-batch", *refused(lambda w: w.batches.clear(), mentions=[0]))
 
 

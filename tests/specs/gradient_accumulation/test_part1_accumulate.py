@@ -6,7 +6,7 @@ from torch import nn
 
 from kit.laws.checks import check_close
 from kit.laws.toys import mse
-from kit.laws.twists import overwritten_loss
+from kit.laws.twists import overwritten_loss, refused
 from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import ACCUMULATED
 
@@ -109,4 +109,5 @@ class TestPart1Accumulate:
     @ACCUMULATED.spec()
     def test_refuses_a_bad_micro_batch_anywhere_before_anything_is_changed(self):
         yield from scenarios.bad(scenarios.NO_PAIRS, 0, 1, 2)
+        yield "in the list of the window before", *refused(scenarios.spoiled, at=1)
         yield scenarios.NOTHING
