@@ -217,7 +217,7 @@ def _looks(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "hooks of modules", lambda: {n: h for n, m in modules if (h := _hooks(vars(m)))}
         yield (
             "attributes of modules",
-            lambda: {f"{n}.{k}": v for n, m in modules for k, v in _attributes(m, "").items()},
+            lambda: {f"{n}.{k}": v for n, m in modules for k, v in _attributes(m).items()},
         )
         leaves = [(name, weakref.ref(p)) for name, p in value.named_parameters()]
         yield (
@@ -230,8 +230,7 @@ def _looks(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
     elif isinstance(value, Optimizer):
         yield "hooks of the optimizer", lambda: _hooks(vars(value))
-        # What torch's own optimizers and schedules note about themselves begins with "_".
-        yield "attributes of the optimizer", lambda: _attributes(value, "_")
+        yield "attributes of the optimizer", lambda: _attributes(value)
     elif not isinstance(value, nn.Parameter) and not value.is_inference():
         ref = weakref.ref(value)
         yield f"data of a tensor of shape {tuple(value.shape)}", lambda: _version(ref())
@@ -241,10 +240,11 @@ def _version(tensor: Tensor | None) -> Any:
     return _GONE if tensor is None else data_version(tensor)
 
 
-def _attributes(value: object, private: str) -> Named:
-    """By name; of a callable also which one it is: a method may be replaced."""
-    return {
-        key: id(v) if callable(v) else 0
-        for key, v in vars(value).items()
-        if not private or not key.startswith(private)
-    }
+def _attributes(value: object) -> Named:
+    """By name; of a callable also which one it is: a method may be replaced.
+
+    What begins with "_" is a note of torch's optimizers or schedules, or of the answer's own, and
+    no contract speaks of it.
+    """
+    public = [(key, v) for key, v in vars(value).items() if not key.startswith("_")]
+    return {key: id(v) if callable(v) else 0 for key, v in public}

@@ -6,7 +6,8 @@ NO_GRAPH = (
     "the output has no graph: a reentrant checkpoint needs an argument that requires a gradient"
 )
 STREAM = (
-    "the second run does not put the stream back: it may end early, by an exception (use finally)"
+    "the second run does not put the stream back to where it was just before: it may end early, by"
+    " an exception (use finally)"
 )
 LAST_BLOCK = (
     "every block runs the last one: a function looks up the variable of a loop when it is late"

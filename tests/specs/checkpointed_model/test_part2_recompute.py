@@ -24,6 +24,7 @@ from specs.checkpointed_model.blocks import (
     noisy,
     plain,
     recomputed,
+    replace_buffers,
 )
 from specs.checkpointed_model.large import check_limit, held, large_inputs, one_input
 from specs.checkpointed_model.steps import SHAPE, WIDTH
@@ -79,9 +80,10 @@ class TestPart2Recompute:
         """What depends on a counter or a running mean depends on when it runs."""
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
-        yield "replaced before the backward pass", chain(counting, spoil=_others)
+        yield "replaced before the backward pass", chain(counting, spoil=replace_buffers)
         norm = lambda: [Normed(frozen())]  # noqa: E731
-        yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
+        yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=replace_buffers)
+        yield "a counter and a mean, in eval mode", chain(lambda: [Counting().eval()])
 
     @pytest.mark.saves("recompute", "held")
     def test_holds_arguments_and_results(self, answer, reference, device):
@@ -173,13 +175,6 @@ def _one_counter():
     one, other = Counting(), Counting()
     other.calls = one.calls
     return Nest(one, other)
-
-
-def _others(model, *_):
-    """Replace all buffers, as a step on other data may."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer + 1)
 
 
 def _check_held(answer, reference, device, inputs, what, step, cause):

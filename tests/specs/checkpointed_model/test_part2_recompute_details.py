@@ -25,6 +25,7 @@ from specs.checkpointed_model.blocks import (
     nothing,
     plain,
     recomputed,
+    replace_buffers,
     seen,
 )
 from specs.checkpointed_model.large import check_nothing_left, large_inputs
@@ -102,6 +103,7 @@ class TestPart2RecomputeDetails:
         for name, make in {"generators": noisy, "buffers": counting}.items():
             yield f"three calls, {name}", chain(make, passes=3)
             yield f"two backward passes, {name}", chain(make, step={"backward": twice}), 3
+            yield f"others between two backward passes, {name}", _others_between(make), 3
 
     @pytest.mark.survives("recompute", 3)
     @guarded("such a tensor is kept without being saved, so that nobody notices a change")
@@ -218,6 +220,21 @@ class TestPart2RecomputeDetails:
                     when = f"for {bad!r} in state, under {mode.__name__}"
                     check_raises(mode()(call), TypeError, mentions=[bad], when=when)
         check_equal(ran, [], "runs of the function", cause="state is checked too late")
+
+
+def _others_between(make):
+    """Other numbers are drawn between two backward passes, and buffers are replaced."""
+    models = []
+
+    def backward(loss):
+        loss.backward(retain_graph=True)
+        replace_buffers(models[-1])
+        for module in models[-1].modules():
+            for generator in getattr(module, "generators", ()):
+                torch.rand(3, generator=generator, device=generator.device)
+        loss.backward()
+
+    return chain(make, spoil=lambda model, *_: models.append(model), step={"backward": backward})
 
 
 def _part_in_eval(run, block, x):
