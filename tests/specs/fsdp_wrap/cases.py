@@ -25,10 +25,10 @@ from specs.fsdp_wrap.shapes import (
 Plan = Sequence[Sequence[int]]
 
 # Of steps one after another: unequal over ranks, micro-batches and steps; in number too, but for
-# the first two of two ranks.
+# the first two of two ranks. In the fourth both have as many samples as before, in other steps.
 PLANS: dict[int, list[Plan]] = {
     1: [[[3, 2]], [[1, 4]], [[1, 5, 2]], [[4]]],
-    2: [[[3, 2], [1, 6]], [[1, 4], [2, 1]], [[1, 5, 2], [2, 1, 3]], [[4], [1]]],
+    2: [[[3, 2], [1, 6]], [[1, 4], [2, 1]], [[1, 5, 2], [2, 1, 3]], [[5], [6]]],
     4: [[[3], [1], [2], [5]], [[2, 1], [1, 4], [3, 3], [1, 2]], [[1], [2], [1], [1]]],
 }
 # The same number of samples on every rank, as a mean over ranks wants them.
@@ -154,7 +154,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "one step": {"one step": Case(script=STEP)},
     "steps": {
         "Adam, a loss in float64": Case(
-            script=STEPS[:3], make_optimizer=adamw, loss_dtype=torch.float64
+            script=STEPS, make_optimizer=adamw, loss_dtype=torch.float64
         ),
     },
     "gradients": {

@@ -23,7 +23,9 @@ def keeps_values(answer: Any, rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("odd sizes", "frozen", "nested"):
             model, kinds = SHAPES[name]()
-            model.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
+            block = next(module for module in model.modules() if isinstance(module, kinds))
+            for module, third in ((model, torch.float64), (block, torch.float32)):
+                module.register_buffer("third", torch.tensor(1 / 3, dtype=third))
             want, trained = weights(model), [p.requires_grad for p in model.parameters()]
             answer.wrap(model.to(device()).eval(), mesh(), kinds, momentum, dtype=dtype)
             what = f"of the model {name} after wrap with {dtype}"

@@ -190,6 +190,15 @@ class TestPart1Wrap:
             books(m, device, 64, shape=tall, adam=True).memory for m in (answer, reference)
         )
         simulated.check_whole(yours, theirs, blocks, root, "on 64 ranks")
+        check_bar(
+            "buffers to gather and to reduce on 64 ranks",
+            yours.most["communication"],
+            1.25 * theirs.most["communication"],
+            plain=None,
+            reference=theirs.most["communication"],
+            formula="one block gathered ahead, and one reduced: 1.25 x the reference's",
+            cause="more than one block is gathered ahead",
+        )
         # Weights, gradients and both averages of Adam; 512 bytes for each count of steps, and for
         # the buffer.
         state = 4 * shard_bytes(plain, 64) + 512 * (len(plain) + 1)
