@@ -209,10 +209,14 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     # What the optimizer's groups lack, such as a scheduler's settings, needs a place to be read to.
     for name, entry in saved.items():
         if name.startswith("optimizer.param_groups."):
-            group, key = name.split(".", 3)[2:]
-            size = getattr(entry, "size", None)  # of a setting that is a tensor
-            place = None if size is None else torch.empty(size, dtype=entry.properties.dtype)
-            optimizer.param_groups[int(group)].setdefault(key, place)
+            number, key = name.split(".", 3)[2:]
+            group = optimizer.param_groups[int(number)]
+            old = group.setdefault(key, None)
+            size = getattr(entry, "size", None)
+            if size is not None:  # a setting that is a tensor
+                # A place of its own: groups that were given no rate share the default's tensor.
+                where = getattr(old, "device", None)
+                group[key] = torch.empty(size, dtype=entry.properties.dtype, device=where)
     # The optimizer's state is made anew, to be read to: not with gradients around, and not where
     # there is some, such as that of a parameter that was frozen when the checkpoint was saved.
     model.zero_grad()

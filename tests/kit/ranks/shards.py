@@ -71,8 +71,8 @@ def _padded(shard: Any, ranks: int) -> Tensor:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that the state dict has, whole, but for extra state."""
-    held = {n: v for n, v in model.state_dict().items() if not n.endswith("_extra_state")}
-    return full({n: v for n, v in held.items() if isinstance(v, Tensor)})
+    held = {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
+    return full({n: v for n, v in held.items() if n.rpartition(".")[2] != "_extra_state"})
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -98,12 +98,13 @@ class Rich(Model, Extra):
 
 
 class Named(Rich):
-    """Two more weights: a name ends as extra state's, one stands before underscores."""
+    """Three more weights: a name ends as extra state's, two stand before underscores."""
 
     def __init__(self) -> None:
         super().__init__()
         self.no_extra_state = nn.Parameter(torch.ones(5))
         self.A_log = nn.Parameter(torch.full((1,), 2.0))  # with the same rows on rank 1: none
+        self.D = nn.Parameter(torch.full((1,), 3.0))  # and of the same shape
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -12,18 +12,19 @@ from kit.memory.ruler import measure
 from kit.ranks.shapes import Deep
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
+from kit.ranks.toys import Block
 from specs.sharded_checkpoint import ranks_build
 from specs.sharded_checkpoint.built import init
 from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
 
 
 def _in_each_other(width: int = 48) -> nn.Module:  # rounding to 512 bytes is little of it
-    """Seven blocks, each inside of another."""
+    """Seven blocks, each inside of another; and three of other widths beside them."""
     model = Deep(width)
     for _ in range(2):
         around = Deep(width)
         around.outer[0].inner, model = model, around
-    return nn.Sequential(model)
+    return nn.Sequential(model, *(Block(width - n) for n in (6, 4, 2)))
 
 
 class TestPart1Build:
