@@ -89,15 +89,15 @@ def _sentence(error: SpecFailure, judged: Judged) -> str:
     """The sentence that the answer breaks, where it is another than that of the spec.
 
     A mistake that is the cause breaks the sentence of the spec that must catch it. A spec of a
-    detail is about that detail, unless what is broken holds for every function. What another
-    function breaks is not known: its contract begins with what it does.
+    detail is about that detail, unless what is broken is another one, or holds for every function.
+    What another function breaks is not known: its contract begins with what it does.
     """
     if error.home in judged.clauses:
         return contract.sentence(judged.reference, *judged.clauses[error.home])
     if error.at:
         return f"{error.at}: {contract.contract_of(judged.reference, error.at).summary}"
-    is_of_a_detail = isinstance(judged.clause, int) and error.clause not in (UNTOUCHED, ERRORS)
-    if is_of_a_detail or not error.clause:
+    holds = isinstance(error.clause, int) or error.clause in (UNTOUCHED, ERRORS)
+    if not error.clause or isinstance(judged.clause, int) and not holds:
         return ""
     return contract.sentence(judged.reference, judged.function, error.clause)
 

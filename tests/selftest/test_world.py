@@ -91,9 +91,9 @@ def test_an_error_of_one_rank_is_raised_with_its_line(ours, bad):
     pids = ours.pids
     with pytest.raises(ValueError, match=r"^bad 7") as caught:
         ours.run(bad, programs.on_rank_1, "value_error", 7)
-    assert caught.value.__notes__ == ["on rank 1"]
+    assert caught.value.__notes__ == ["on rank 1 alone"]
     problem = explain(caught.value, Judged(Path(bad.__file__), Path(), "", 20.0))
-    assert problem.got == "ValueError: bad 7\non rank 1"
+    assert problem.got == "ValueError: bad 7\non rank 1 alone"
     assert problem.cause == "your code raised it at this line"
     assert problem.source == 'raise ValueError(f"bad {rank}")'
     assert problem.function == "value_error"
@@ -313,7 +313,7 @@ def test_the_desk_tells_what_happened_in_a_rank():
     assert "Core part 1 passed: 2 specs (" in out
     assert "pass  survives  works in a larger world (three ranks)" in out
     raised = out[out.index("FAIL  survives  raises") : out.index("FAIL  survives  hangs")]
-    assert "got       KeyError: 'three'\n                  on rank 1\n" in raised
+    assert "got       KeyError: 'three'\n                  on rank 1 alone\n" in raised
     assert "cause     your code raised it at this line" in raised
     assert 'at        answers/odd.py:4 in mean\n                  raise KeyError("three")' in raised
     assert "rank 0: mean of [0.0]" in raised

@@ -217,6 +217,9 @@ class World:
         own = [error for error in errors if not is_consequence(error)]
         if not any(isinstance(error, checks.SpecFailure) for error in own):
             own.sort(key=lambda error: is_said_by(error, str(answer.__file__)))
+        if len(errors) == 1 < self.size:  # the others have returned, or wait for it
+            notes = getattr(errors[0], "__notes__", [])
+            notes[:] = [f"{n} alone" if n.startswith("on rank ") else n for n in notes]
         return next(iter(own or errors), None)
 
     def _stacks(self, rank: _Rank) -> Path:

@@ -81,6 +81,8 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
             law = observable.partition(" ")[0]
             if law in LAWS and one.contributions and not group.startswith("checkpoint"):
                 failure.clause = law
+            if "fails" in one.case.script:
+                failure.clause = 3
             tried = len(names) if len(found) == len(names) else 0
             raise in_scenario(failure, *broken, tried=tried) from None
 
