@@ -97,7 +97,7 @@ def _sentence(error: SpecFailure, judged: Judged) -> str:
     if error.at:
         return f"{error.at}: {contract.contract_of(judged.reference, error.at).summary}"
     holds = isinstance(error.clause, int) or error.clause in (UNTOUCHED, ERRORS)
-    if not error.clause or isinstance(judged.clause, int) and not holds:
+    if not error.clause or (isinstance(judged.clause, int) and not holds):
         return ""
     return contract.sentence(judged.reference, judged.function, error.clause)
 

@@ -134,7 +134,9 @@ def ending(error: BaseException, answer: ModuleType | None) -> tuple[object, ...
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename
     is_own = file == getattr(answer, "__file__", None)
-    text = re.sub(r"0x[0-9a-f]+", "", str(error))
+    # What a spec has told of one has its scenario, and of the other not yet.
+    said = error.got if isinstance(error, SpecFailure) else str(error)
+    text = re.sub(r"0x[0-9a-f]+", "", said)
     return type(error), "" if is_own else file, frame.f_code.co_name, text
 
 

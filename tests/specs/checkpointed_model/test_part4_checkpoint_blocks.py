@@ -141,7 +141,8 @@ class TestPart4CheckpointBlocks:
     def test_hooks_and_forwards_of_a_block_go_on_running(self):
         """Once for each call; libraries put a forward on the instance too."""
         for keep, also in {(): "", (torch.ops.aten.addmm.default,): ", with keep"}.items():
-            for name, put in {"hooks": _hooked, "a forward": _own_forward}.items():
+            puts = {"hooks": _hooked, "a forward": _own_forward, "a partial": _partial_forward}
+            for name, put in puts.items():
                 yield f"{name}, from before{also}", chain(mixers, prepared=put), [2], 2, keep
             yield f"hooks, from after{also}", chain(mixers, later=_hooked), [2], 2, keep
 
@@ -264,6 +265,11 @@ def _own_forward(model):
         return x * 1.5, more
 
     model.order[1].forward = MethodType(own, model.order[1])
+
+
+def _partial_forward(model):
+    """No bound method, as where a library puts a function there."""
+    model.order[1].forward = partial(model.order[1].forward, name="early")
 
 
 def _copied(train, model):

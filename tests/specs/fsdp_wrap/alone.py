@@ -32,6 +32,7 @@ class Alone(Play):
         first = next((n for n, event in enumerate(case.script) if event == "step"), -1)
         self.first = f"step {first + 1}"
         self.whole: dict[str, Tensor | None] = {}
+        self.output_dtype = torch.float32
 
     def _watch(self, name: str, block: nn.Module) -> None:
         """With a checkpoint a block runs once more, if there is a backward through it; no model."""
@@ -53,7 +54,9 @@ class Alone(Play):
             self.runs = {}
             for micro, (inputs, targets) in enumerate(window):
                 before = self._vector() if is_first else torch.zeros(())
-                loss = mse(self.model(inputs), targets) * self.case.scale
+                output = self.model(inputs)
+                self.output_dtype = torch.float32 if self.case.wrap.get("dtype") else output.dtype
+                loss = mse(output, targets) * self.case.scale
                 (loss * (len(inputs) / total)).backward()
                 mean += loss.item() * len(inputs) / total
                 if is_first:
@@ -70,7 +73,7 @@ class Alone(Play):
     def plain(self, number: int, label: str, is_pending: bool) -> None:
         self.optimizer.zero_grad()
         self._passes(number)
-        self.trace[f"dtype of the output in {label}"] = torch.float32
+        self.trace[f"dtype of the output in {label}"] = self.output_dtype
         self.note(label, self.parameters)
         if is_pending:
             self.trace[f"output between backward and {label}"] = self.look(number)

@@ -34,7 +34,8 @@ LAWS = ("loss", "gradients", "grad_norm")
 
 CAUSES = {
     "names": "a wrapper stands between a module and its parameters",
-    "dtype of the output": "what the model returns is left in bfloat16, so a loss has 8 bits",
+    "dtype of the output": "what the model returns is left in bfloat16, so a loss has 8 bits; or "
+    "it is cast where dtype is float32",
     "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, one of "
     "inference_mode, or one in loss_fn's dtype is returned",
     "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",

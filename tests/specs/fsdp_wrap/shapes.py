@@ -187,7 +187,7 @@ class Timed(Block):
 
 
 class Times(nn.Module):
-    """Timed blocks, from inputs at a time in float64."""
+    """Timed blocks, from inputs at a time in float64, to a result in float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,11 +197,11 @@ class Times(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         moment = Moment(self.embed(inputs), 1.7e9 + inputs[:, 0].double())
         out: Tensor = self.head(self.blocks(moment).x)
-        return out
+        return out.double()
 
 
 def timed() -> Shape:
-    """Blocks that take and return a namedtuple, with a part in float64."""
+    """Blocks that take and return a namedtuple, with a part in float64; so is the result."""
     draw.seed(4)
     return Times(), Timed
 

@@ -154,7 +154,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.survives("wrap", 5)
     def test_inputs_in_float64_stay_so_in_float32(self, answer, world):
-        cause = "a float64 input is cast by a policy, or a namedtuple becomes a tuple"
+        cause = "a float64 input or result is cast by a policy, or a namedtuple becomes a tuple"
         hold(answer, world, "float64 inputs", cause=cause)
 
     @pytest.mark.survives("wrap", 1)
