@@ -237,7 +237,8 @@ def _misfit(error: TypeError, judged: Judged) -> Problem | None:
 
 
 def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
-    last = [frame for frame, _ in _frames(error)][-1]
+    frames = [frame for frame, _ in _frames(error)]
+    last = frames[-1]
     if type(error).__name__ == "BdbQuit" or str(error) == "Quitting debugger":
         return _left_debugger(type(error).__name__ == "Exit", here)
     if type(error).__name__ in _ENDINGS:
@@ -247,6 +248,10 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
         if not _is_in(last, judged.path):
             name = f"{last.f_code.co_name} ({Path(last.f_code.co_filename).name})"
             where = f"raised in {name}, which this line has called"
+            about = judged.function.partition(".")[0]
+            mine = [_function(f.f_code).partition(".")[0] for f in frames if _is_in(f, judged.path)]
+            if mine and about not in mine:  # and may have made what is called here
+                where += f" (the spec is about {about})"
         cause = ": ".join(filter(None, (where, meaning(error))))
     got = said(error)
     return Problem("error", got, "no error", cause, sure=True, **here)

@@ -91,6 +91,8 @@ def test_an_error_inside_the_answer_is_told_with_its_last_line_and_what_that_cal
     text = SOLUTION.replace("return _total(values, start)", "return __import__('json').loads('x')")
     assert "JSONDecodeError" in told(judged(text)).got
     assert "(decoder.py), which this line has called" in told(judged(text)).cause
+    called = told(judged(in_mean("import json; json.loads('[')"), "other"))
+    assert called.cause.endswith("which this line has called (the spec is about other)")
 
 
 def test_an_error_of_torch_is_told_with_what_it_means(judged):
