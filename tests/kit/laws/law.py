@@ -220,6 +220,8 @@ class Law:
         suspect = self._suspect(first.scenario, group, answer, device, seen)
         late = self._too_late(first.scenario, seen)
         belief = suspect.belief if suspect else late or certain(first.got, first.want, name)
+        if not belief and name == "message":  # which was looked at
+            belief = meaning or None
         if not belief and in_another_order(first.got, first.want):
             belief = (
                 "all of it is there, in another order: something is read or done ahead, or late"
