@@ -1,4 +1,7 @@
-"""The ways in which a caller's function ends: it returns, it raises, Ctrl-C, sys.exit."""
+"""The ways in which a caller's function ends: it returns, it raises, Ctrl-C, sys.exit.
+
+What next() raises at the end of the data passes through no generator as it is.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ class AnyError(KeyError, MemoryError, torch.OutOfMemoryError):
 ENDINGS = {
     "success": None,
     "error": AnyError("mine"),
+    "assertion": AssertionError(),  # without a word
+    "end_of_data": StopIteration("mine"),
     "ctrl_c": KeyboardInterrupt("mine"),
     "exit": SystemExit("mine"),
 }

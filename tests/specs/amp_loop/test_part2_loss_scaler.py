@@ -85,6 +85,10 @@ class Side:
         self.start(new)
         self.loaded = state
 
+    def load(self, **changed):
+        """Its own state, of which something is changed."""
+        self.scaler.load_state_dict(self.state_dict() | changed)
+
     def seen(self):
         params = [*held(self.a), *held(self.b)]
         grads = [p.grad if p.grad is None else p.grad.nan_to_num(7, 7, 7) for p in params]
@@ -193,6 +197,8 @@ class TestPart2LossScaler:
         for loads in ("reload()", "reload('torch')", "reload('torch'); reload()"):
             yield loads, f"{before}; {loads}; {after}", options
         yield "the defaults", "update()", {}
+        many = "load(_growth_tracker=5); "  # as where the interval was lowered afterwards
+        yield "more good steps than the interval", many + rounds(inf, None, None, None)
 
     @pytest.mark.saves("LossScaler", 4)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -52,7 +52,8 @@ def run(precision, device):
     opening = Opening().eval()  # its mode is the caller's too
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), opening, nn.Linear(9, 2)
     batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
-    world = World(nn.Sequential(*layers), batches, adam={"lr": 0.02})
+    optimizer = {"sgd" if precision == "fp32_sgd" else "adam": {"lr": 0.02}}  # SGD has no state
+    world = World(nn.Sequential(*layers), batches, **optimizer)
     twists.in_precision(precision[:4])(world)
     if precision == "fp16":
         world.scaler = {"init_scale": 256.0, "growth_interval": 2}
@@ -163,7 +164,7 @@ class TestPart3Train:
             )
 
     @pytest.mark.exact("load_checkpoint", "resume")
-    @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_unscaled"])
+    @pytest.mark.parametrize("precision", ["fp32", "fp32_sgd", "fp16", "fp16_unscaled"])
     def test_resumes_at_any_step_to_the_same_bits(self, answer, device, tmp_path, precision):
         """Stopped in the middle of 6 steps; dropout, batch norm, schedule and scale in between."""
         whole, path = go_on(run(precision, device), 0), tmp_path / "run.pt"
@@ -252,9 +253,14 @@ class TestPart3Train:
         whole = path.read_bytes()
         go_on(world, 0, 2)
         cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"
-        for want, failure in product(({"run.pt": "whole"}, {}), (*FAILURES, "state")):
-            if not want:
-                path.unlink(missing_ok=True)
+        cases = [*product(({"run.pt": "whole"}, {}), (*FAILURES, "state"))]
+        cases += [({"run.tmp": "whole"}, 2), ({"run.tmp": "whole"}, RuntimeError)]
+        for want, failure in cases:
+            for file in tmp_path.glob("run.*"):
+                file.unlink()
+            path = tmp_path / next(iter(want), "run.pt")
+            if want:
+                path.write_bytes(whole)
             with failing(failure, world.model, len(whole)), pytest.MonkeyPatch.context() as patch:
                 if failure == "state":
                     planted = Mock(side_effect=RuntimeError)

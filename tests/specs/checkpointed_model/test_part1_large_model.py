@@ -240,6 +240,10 @@ class TestPart1LargeModel:
             options["frozen"] = partial(_in_blocks, frozen)
             name = f"{what}, segments of {size}, frozen is {frozen}, x with gradient: {grad}"
             yield name, *(large(**options, spoil=s) for s in (spoil, None))
+        seldom = partial(large, before=_updated_but_one, spoil=changes["a weight"])
+        for size in (1, 2):
+            pair = seldom(size=size), large(size=size, before=_updated_but_one)
+            yield f"a weight that is updated less often than others, segments of {size}", *pair
         held = []
 
         def spoilt_between(loss):
@@ -329,6 +333,14 @@ def _penalised(size):
         return step
 
     return build
+
+
+@torch.no_grad()
+def _updated_but_one(model):
+    """All but the second block's first weight, as where that was frozen until now."""
+    for p in model.parameters():
+        for _ in range(3 if p is not model.layers[1].up.weight else 0):
+            p.mul_(1)
 
 
 def _in_blocks(numbers, name):

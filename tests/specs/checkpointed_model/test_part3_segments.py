@@ -22,6 +22,8 @@ from specs.checkpointed_model.large import (
 )
 from specs.checkpointed_model.steps import WIDTH, see
 
+ODD = "x without gradient"
+
 
 def cost(layers, size):
     """Inputs that are held: one a segment, and those of one segment's blocks."""
@@ -80,7 +82,7 @@ class TestPart3Segments:
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize(
         ("layers", "size", "case"),
-        [(12, 4, "x without gradient"), (13, 7, "plain"), (25, 5, "mask")],
+        [(12, 4, ODD), (13, 7, "plain"), (25, 5, "mask")],
     )
     def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size, case):
         """13 by 7 leaves a last segment of 6 blocks, which counts as one. 25 blocks take only
@@ -90,17 +92,25 @@ class TestPart3Segments:
         check_model(peak, layers, size, case, *given)
 
     @pytest.mark.saves("LargeModel", "segments")
-    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient", LATER])
-    def test_holds_one_input_a_segment_between_the_passes(self, answer, reference, device, case):
+    @pytest.mark.parametrize(
+        ("layers", "case"),
+        [(8, "plain"), (7, "plain"), (8, "mask"), (8, "autocast"), (8, ODD), (8, LATER)],
+        ids=["plain", "7 blocks", "mask", "autocast", ODD, LATER],
+    )
+    def test_holds_one_input_a_segment_between_the_passes(
+        self, answer, reference, device, layers, case
+    ):
         """Two segments of 4: x is the baseline's, so one input and the output. The bar adds 1.
+        Of 7 blocks the second segment has 3.
 
         Were 4 the number of segments, it would be 4 inputs. With a mask there are 4 of 2, under
         autocast 1 of 8.
         """
         size = {"mask": 2, "autocast": 8}.get(case, 4)
-        words = f"{8 // size} segments + 1"
+        count = math.ceil(layers / size)
+        words, given = f"{count} segments + 1", (answer, reference, device)
         cause = "segment_size is the number of blocks in a segment, and not of segments"
-        check_model(held, 8, size, case, 8 // size + 1, words, answer, reference, device, cause)
+        check_model(held, layers, size, case, count + 1, words, *given, cause)
         if case == "plain":
             x, model = large_inputs(device), answer.LargeModel(5, WIDTH, segment_size=2).to(device)
             check_nothing_left(model, x, lambda: model(x))

@@ -99,7 +99,7 @@ def check_reductions(
             cause = (
                 "a unit is gathered once too often"
                 if call in want
-                else "no unit has that size: gradients are sent, as for the norm"
+                else "no unit has that size: gradients are sent, or more numbers than a norm needs"
             )
             more = f"one more {call.kind} of {human(size)}"
             fail(expected=units, got=more, cause=cause, sure=True)

@@ -86,6 +86,8 @@ class TestPart3TrainEpoch:
     def test_takes_no_micro_batch_before_the_previous_window_has_stepped(self):
         """So data may be endless, or be made with the weights of the moment."""
         yield "six micro-batches", scenarios.only(*range(6))
+        made = scenarios.gradients_with_the_data
+        yield "data that are made by backward passes, windows of 1", made, option(window=1)
 
     @pytest.mark.exact("train_epoch", "clipping")
     @EPOCH.spec()

@@ -91,6 +91,7 @@ class TestPart2SavedBytes:
         keep = lambda y: kept.append(y) or y  # noqa: E731
         yield "a result that the caller keeps", 4 * 36, lambda: keep(x.exp())
         yield "deep in the result", 4 * 36, lambda: {"out": [(x.exp(), None)]}
+        yield "a loss that is kept, and not returned", 4 * 36, lambda: kept.append(x.exp())
         yield "an auxiliary loss", 4 * 36 + 4 * 36, lambda: (keep(x.sigmoid().mean()), x.tanh())[1]
         with torch.no_grad():
             yield "under the caller's no_grad", 0, lambda: x.exp()
@@ -135,6 +136,8 @@ class TestPart2SavedBytes:
         yield "a buffer that is replaced after its use", 4 * 6, anew, body
         body.seen = []
         yield "a kept activation", 4 * 30, lambda: body.seen.append(y := x.exp()) or y, body
+        held = lambda: (setattr(body, "_last", x.exp()), body._last.sin())[1]  # noqa: E731
+        yield "an activation kept as an attribute", 4 * 30, held, body
         scaled = lambda: loss(body(x)) * loss.bias  # noqa: E731
         size = 4 * (5 * 6 + 5 * 8 + 8 * 2 + 5 * 2 + 2)
         yield "a loss has weights, a view of one and one itself", size, scaled, body

@@ -150,16 +150,21 @@ class TestPart1Checkpoint:
         yield "none in half of it", lambda c: sum(map(w.loss_of, c(both, x)))
 
     @pytest.mark.saves("checkpoint", "kept")
-    @pytest.mark.parametrize("kind", ["trained", "data"])
+    @pytest.mark.parametrize("kind", ["trained", "data", "indices"])
     def test_keeps_its_arguments_and_nothing_else(self, answer, reference, device, kind):
         """Bar: the argument + 8 KiB for the loss, a random state, and what else an answer needs.
 
         Only the graph knows the argument, of 16 KiB. The output, which sum() does not need, is of
-        another size, 24 KiB, and the inside of 128 KiB.
+        another size, 24 KiB, and the inside of 128 KiB. Indices that are dropped have 48 KiB.
         """
         model, x = mlp(32, 256, 48, device=device), draw.randn(128, 32, device=device)
         x.requires_grad_(kind != "data")
-        held = lambda call, kept: kept.append(call(model, x * 2).sum())  # noqa: E731
+        function = (lambda t: (y := model(t), y.argsort())) if kind == "indices" else model
+
+        def held(call, kept):
+            out = call(function, x * 2)
+            kept.append((out[0] if kind == "indices" else out).sum())
+
         calls = answer.checkpoint, reference.checkpoint, w.plain_call
         title = "bytes between forward and backward"
         read = w.bytes_left(held, device, model, x)

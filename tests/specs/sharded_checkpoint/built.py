@@ -51,6 +51,8 @@ class Tied(Tricky):
         self.embed.register_buffer("ratio", self.scale)
         self.embed.register_buffer("steps", self.steps)
         self.embed.register_buffer("mask", self.mask, persistent=False)
+        for block in self.outer:  # as rotary embeddings have a table
+            block.register_buffer("table", self.scale)
         self.embed.eval()
 
 

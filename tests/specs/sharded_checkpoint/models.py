@@ -97,6 +97,17 @@ class Rich(Model, Extra):
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
 
+class Inside(nn.Module):
+    """A model as wrappers have it: all names begin with "module."."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.module(inputs)
+
+
 class Named(Rich):
     """Three more weights: a name ends as extra state's, two stand before underscores."""
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.laws.checks import ERRORS, check_close, check_equal, check_raises
+from kit.laws.checks import ERRORS, SpecFailure, check_close, check_equal, check_raises
 from kit.memory.resident import resident
 from kit.memory.ruler import measure
 from kit.ranks.disk import no_room
@@ -25,6 +25,7 @@ from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     SETTINGS,
     Extra,
+    Inside,
     Rich,
     Stubborn,
     adamw,
@@ -174,6 +175,11 @@ def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
     for what, changed in {"one block less": make(blocks=0), **others}.items():
         optimizer = adamw(sharded(changed).parameters())
         refuses(answer.load, run, changed, optimizer, [run], f"the model has {what}")
+    inside = folder / "inside"
+    answer.save(inside, *trained(Inside(make())), 1)
+    model, optimizer = trained(make())
+    what = "the checkpoint has the model inside another module"
+    refuses(answer.load, inside, model, optimizer, [inside], what)
 
 
 def refuses(
@@ -204,7 +210,7 @@ def error_of(call: Callable[[], object]) -> str:
     """What a call raises, in one line."""
     try:
         ordinary(call)
-    except NotImplementedError:
+    except (NotImplementedError, SpecFailure):
         raise
     except Exception as error:
         return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
