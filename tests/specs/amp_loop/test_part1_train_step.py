@@ -116,6 +116,8 @@ class TestPart1TrainStep:
         yield "a transposed weight", transposed, half
         yield "nothing has a gradient", without_gradients, half
         yield "only the inputs and a temperature are trained", prompt, half
+        twice = lambda w: w.tags.add("twice")  # noqa: E731
+        yield "a layer that joins after the first of two steps", twists.joins, twice, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision

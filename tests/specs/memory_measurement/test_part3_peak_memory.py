@@ -193,14 +193,6 @@ class TestPart3PeakMemory:
 
         yield "on meta and here, by turns", (0, size, size), by_turns
 
-    @pytest.mark.survives("peak_memory", "device")
-    def test_takes_a_device_in_any_form(self, answer, device):
-        kept, cause = [], "a device with an index is another for it than one without"
-        for form in (device, torch.device(device.type, device.index or 0)):
-            got = answer.peak_memory(lambda: kept.append(floats(4, device=device)), form)
-            above = got.peak - got.baseline, got.retained
-            check_equal(above, (4 * KIB, 4 * KIB), f"bytes on {form!r}", cause=cause)
-
     @pytest.mark.gpu
     @pytest.mark.exact("peak_memory", "device")
     def test_counts_the_cpu_alone_beside_a_gpu(self, answer, device):
@@ -239,6 +231,14 @@ class TestPart3PeakMemory:
         near = f"a plain peak within 2 % of the ruler's {ruler} bytes"
         cause = "memory is missed (in backward?) or counted twice (views? in-place?)"
         check(abs(plain - ruler) <= 0.02 * ruler, expected=near, got=plain, cause=cause)
+
+    @pytest.mark.survives("peak_memory", "device")
+    def test_takes_a_device_in_any_form(self, answer, device):
+        kept, cause = [], "a device with an index is another for it than one without"
+        for form in (device, torch.device(device.type, device.index or 0)):
+            got = answer.peak_memory(lambda: kept.append(floats(4, device=device)), form)
+            above = got.peak - got.baseline, got.retained
+            check_equal(above, (4 * KIB, 4 * KIB), f"bytes on {form!r}", cause=cause)
 
     @pytest.mark.survives("peak_memory", 1)
     @counts("results are left out by kind or mode, or are seen as inputs first and taken for older")
