@@ -133,27 +133,33 @@ class TestPart2SecondRun:
 
     @pytest.mark.saves("checkpoint", 3)
     def test_nested_checkpoints_save_at_both_levels(self, answer, reference, device):
-        """12 layers: a checkpoint for each 4 of them, inside one around all.
+        """12 layers: a checkpoint for each 4 of them, inside one around all; or one more between.
 
         Bar: 3 inputs of the inner ones, and one more of that size (an output that is there
-        again) + the plain peak of 4 layers.
+        again) + the plain peak of 4 layers. With one for each 6 between, and one for each 2 inside:
+        2 inputs and 3, and one more.
         """
         layers, x = w.big_chain(12, device)
 
-        def peak(call, layers=layers):
-            def outer(y):
-                for start in range(0, len(layers), 4):
-                    y = call(nn.Sequential(*layers[start : start + 4]), y)
-                return y
+        def nested(call, parts, sizes, y):
+            if not sizes:
+                return w.plain(parts, y)
+            for start in range(0, len(parts), sizes[0]):
+                inside = parts[start : start + sizes[0]]
+                y = call(partial(nested, call, inside, sizes[1:]), y)
+            return y
 
-            step = lambda: w.loss_of(call(outer, x)).backward()  # noqa: E731
+        def peak(call, layers=layers, sizes=(12, 4)):
+            step = lambda: w.loss_of(nested(call, layers, sizes, x)).backward()  # noqa: E731
             return w.peak_of(step, device, layers, x)
 
         calls = answer.checkpoint, reference.checkpoint, w.plain_call
-        limit = 4 * x.nbytes + peak(w.plain_call, layers[:4])
-        title, formula = "peak of 12 layers, nested", "4 inputs + the plain peak of 4 layers"
         cause = "the inner checkpoints do nothing when they run inside another"
-        w.check_bytes(title, peak, calls, limit, formula, cause)
+        for sizes, inputs, levels in (((12, 4), 4, ""), ((12, 6, 2), 6, " at three levels")):
+            limit = inputs * x.nbytes + peak(w.plain_call, layers[: sizes[-1]])
+            formula = f"{inputs} inputs + the plain peak of {sizes[-1]} layers"
+            title = f"peak of 12 layers, nested{levels}"
+            w.check_bytes(title, partial(peak, sizes=sizes), calls, limit, formula, cause)
 
         def kept(call, found):
             found.append(call(lambda y: reduce(lambda a, layer: call(layer, a), layers, y), x))
