@@ -139,7 +139,7 @@ def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: st
         got=f"of {show(got - want)} instead",
         cause="the units are the right ones: what they gather or reduce has another dtype"
         if is_only_dtype
-        else "the units are others: some have parameters that belong to another",
+        else "the units are others, some with parameters of another; or shards are not by rows",
     )
 
 

@@ -82,7 +82,7 @@ class TestPart2Tensors:
                     if runs:
                         raise RanAgain(COPY if same(runs[-1], first) else "on the changed argument")
 
-            yield f"{name} is changed before backward", RuntimeError, step
+            yield f"{name} is changed between two backward passes", RuntimeError, step
 
     @pytest.mark.survives("checkpoint", "Raises")
     def test_a_result_that_shares_an_arguments_memory_may_not_change_it(self, answer, device):

@@ -105,7 +105,8 @@ def load_and_go_on(
     number = answer.load(str(folder), model, optimizer)
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
-    cause = "not everything is saved, or loaded, in its dtype; or state of before is left"
+    cause = "not everything is saved, or loaded, for each parameter and in its dtype; or state of "
+    cause += "before is left"
     _check_loaded(model, optimizer, saved["saved"], cause, held)
     check_others(model)
     cause, after = "what trains afterwards is not what was loaded", _goes_on(model, optimizer)
