@@ -32,10 +32,8 @@ class TestPart1Build:
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_has_the_values_of_one_process(self, answer, world):
         """To the bit: the numbers that one process draws, module by module, in its order."""
-        cause = (
-            "init runs in another order or dtype, twice, where something is missing, on shards; or "
-        )
-        cause += "what it draws from has been seeded anew"
+        cause = "init runs in another order, twice, on what lacks something, or on shards; or "
+        cause += "what it draws from has been seeded anew, or has another dtype"
         world.run(answer, ranks_build.built_has, "values", cause)
 
     @pytest.mark.exact("build", "units")
