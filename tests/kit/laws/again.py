@@ -11,7 +11,11 @@ from kit.laws.trace import Planted, PlantedInterrupt, World, results
 
 
 def retried(step: Callable[[], Any], w: World) -> Any:
-    """A step; after a planted error the world is noted, and the step is tried once more."""
+    """A step, in some worlds after one more; after a planted error the world is noted, and the step
+    is tried once more.
+    """
+    if "twice" in w.tags:
+        step()
     try:
         return step()
     except (Planted, PlantedInterrupt):

@@ -81,7 +81,7 @@ def certain(got: object, want: object, what: str = "") -> str | None:
         return None
     if isinstance(got, float) and isinstance(want, Tensor) and want.numel() == 1:
         is_right = math.isclose(got, want.item(), rel_tol=_ROUNDED)
-        return "the number is right, and one of Python: it was a tensor" if is_right else None
+        return "the number is right, but a Python float: it was a tensor" if is_right else None
     if not isinstance(got, Tensor) or not isinstance(want, Tensor) or not beside(got, want):
         return None
     if got.numel() != want.numel() or got.is_complex() or want.is_complex() or not got.numel():

@@ -112,14 +112,7 @@ class Stream:
 
 def call_train_step(answer, w):
     parts = w.model, w.batch, w.loss_fn, w.optimizer, w.grad_scaler
-    return _called(lambda: answer.train_step(*parts, dtype=w.dtype, **w.options), w)
-
-
-def _called(call, w):
-    """Once, or in some worlds after one more call."""
-    if "twice" in w.tags:
-        call()
-    return retried(call, w)
+    return retried(lambda: answer.train_step(*parts, dtype=w.dtype, **w.options), w)
 
 
 def call_train(answer, w):
@@ -162,7 +155,7 @@ STEP = Law(
     "amp_loop",
     "train_step",
     call_train_step,
-    lambda w: _called(lambda: train_step(w), w),
+    lambda w: retried(lambda: train_step(w), w),
     one_step,
     FREE,
     CLAUSES,

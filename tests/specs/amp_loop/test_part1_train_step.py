@@ -224,9 +224,9 @@ class TestPart1TrainStep:
     @pytest.mark.survives("train_step", 4)
     @in_each_precision
     def test_dtype_holds_inside_an_autocast_of_the_caller(self):
-        yield "inside bfloat16", twists.inside_autocast(torch.bfloat16)
-        overflow = gradient(math.inf), twists.inside_autocast(torch.bfloat16)
-        yield "an overflow inside bfloat16", *overflow
+        inside = twists.inside_autocast(torch.bfloat16)
+        yield "inside bfloat16", inside
+        yield "an overflow inside bfloat16", gradient(math.inf), inside
         yield "inside float16 without cache", twists.inside_autocast(torch.float16, cache=False)
         again = insert(lambda: Recomputed(13, 13))
         yield "a layer that runs again", again, twists.inside_its_own_autocast

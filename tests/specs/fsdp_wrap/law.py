@@ -83,7 +83,7 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
             if law in LAWS and one.contributions and not group.startswith("checkpoint"):
                 failure.clause = law
             if "fails" in one.case.script:
-                failure.clause = 3
+                failure.clause = 3  # of train_step: what an error leaves
             tried = len(names) if len(found) == len(names) else 0
             raise in_scenario(failure, *broken, tried=tried) from None
 

@@ -185,8 +185,7 @@ class TestPart4TrainingBytes:
         calls.append("10, 'lora_4bit', trainable={}")
         for words in calls:
             call(answer, words.format(2))  # for a cache, 2.0 is no other number
-        kinds = {"7e9": (7e9, "float"), "2.0": (2.0, "float"), "-2.5": (-2.5, "float")}
-        kinds["0.0"] = (0.0, "float")
+        kinds = {n: (float(n), "float") for n in ("7e9", "2.0", "-2.5", "0.0")}
         kinds |= {"np.int32(2)": (2, "int32"), "Fraction(2)": (2, "Fraction")}
         bad = {words.format(n): kinds[n] for words, n in product(calls, kinds)}
         check_refusals(answer, TypeError, bad)
