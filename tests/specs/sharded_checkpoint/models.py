@@ -18,7 +18,7 @@ from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import Outer, Twice
 from kit.ranks.shards import full, mesh, named, weights
-from kit.ranks.toys import FEATURES, OUTPUTS, Block, Model, data, freeze
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze
 
 SETTINGS = "settings of groups"
 BLOCK_TYPES = (Block, Outer, nn.Sequential, Twice)  # the last one is a whole model
@@ -78,7 +78,10 @@ class Extra(nn.Module):
 
 
 class Rich(Model, Extra):
-    """A tied weight, two of one row, buffers of all kinds, one of them tied, and extra state."""
+    """A tied weight, two of one row, buffers of all kinds, and extra state.
+
+    One buffer is tied: where training counts in it under one name, a block finds the sum.
+    """
 
     def __init__(self) -> None:
         super().__init__(blocks=1, tied=True)
@@ -96,6 +99,10 @@ class Rich(Model, Extra):
         self.found = torch.tensor([3.0, 2.0, 1.0])
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += torch.is_grad_enabled()
+        return super().forward(inputs) + 0.1 * (self.blocks[0].seen - 2**40)
+
 
 class Inside(nn.Module):
     """A model as wrappers have it: all names begin with "module."."""
@@ -109,13 +116,17 @@ class Inside(nn.Module):
 
 
 class Named(Rich):
-    """Three more weights: a name ends as extra state's, two stand before underscores."""
+    """Four more weights: a name ends as extra state's, two stand before underscores.
+
+    And one has an underscore where that of another weight has a dot.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.no_extra_state = nn.Parameter(torch.ones(5))
         self.A_log = nn.Parameter(torch.full((1,), 2.0))  # with the same rows on rank 1: none
         self.D = nn.Parameter(torch.full((1,), 3.0))  # and of the same shape
+        self.embed_bias = nn.Parameter(torch.full((WIDTH,), 4.0))
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -144,6 +155,23 @@ def adamax(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return torch.optim.Adamax(parameters, torch.tensor(lr), weight_decay=0.1)
 
 
+def in_groups(
+    parameters: Iterable[nn.Parameter], kind: Any, lr: float, is_new: bool = False
+) -> Optimizer:
+    """Two groups of parameters, and one of none; that of vectors has an own rate, a number.
+
+    They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
+    What is new has the same rate in the group of none as in the first, even the same tensor.
+    """
+    every = [*parameters]
+    vectors = [p for p in every if p.ndim == 1]
+    optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
+    optimizer.add_param_group({"params": vectors, "lr": lr / 2, "amsgrad": True})
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.add_param_group({"params": [], "lr": rate if is_new else rate / 4})
+    return optimizer
+
+
 def step(model: nn.Module, optimizer: Optimizer, number: int) -> float:
     """A step on 12 samples, which 1, 2 and 3 ranks share; the mean loss, the same on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -165,8 +193,8 @@ def move(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def trained(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    """Sharded, with gradients and state of AdamW."""
-    optimizer = adamw(sharded(model).parameters())
+    """Sharded, with gradients and state of AdamW, which has the parameters in another order."""
+    optimizer = adamw(sorted(sharded(model).parameters(), key=torch.numel))
     move(model, optimizer)
     return model, optimizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from specs.sharded_checkpoint.models import (
     Stubborn,
     adamw,
     evaluate,
+    in_groups,
     momentum,
     move,
     other,
@@ -52,23 +53,6 @@ def on_rank_0(action: Callable[[], object]) -> None:
     if dist.get_rank() == 0:
         action()
     dist.barrier()
-
-
-def in_groups(
-    parameters: Iterable[nn.Parameter], kind: Any, lr: float, is_new: bool = False
-) -> Optimizer:
-    """Two groups of parameters, and one of none; that of vectors has an own rate, a number.
-
-    They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
-    What is new has the same rate in the group of none as in the first, even the same tensor.
-    """
-    every = [*parameters]
-    vectors = [p for p in every if p.ndim == 1]
-    optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
-    optimizer.add_param_group({"params": vectors, "lr": lr / 2, "amsgrad": True})
-    rate = optimizer.param_groups[0]["lr"]
-    optimizer.add_param_group({"params": [], "lr": rate if is_new else rate / 4})
-    return optimizer
 
 
 def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str, Any]:
@@ -109,7 +93,8 @@ def load_and_go_on(
     cause += "before is left"
     _check_loaded(model, optimizer, saved["saved"], cause, held)
     check_others(model)
-    cause, after = "what trains afterwards is not what was loaded", _goes_on(model, optimizer)
+    cause = "what trains afterwards is not what was loaded; or a buffer of two modules is now two"
+    after = _goes_on(model, optimizer)
     check_close(after, saved["after"], "losses of the next steps", cause=cause, rtol=1e-4)
 
 
@@ -271,8 +256,7 @@ def check_alike(raised: list[str], what: str = "what they have found") -> None:
 def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | None]:
     """Bytes above the baseline in a call, of tensors; and of the process, where Linux counts them.
 
-    The model has trained with AdamW.
-
+    The model has trained with AdamW; it is loaded once more into an optimizer without state.
     gloo's threads may let go of what they have sent a little late: the least of three counts.
     """
     model = make(WIDE, MANY) if name == "save_whole" else make(LARGE, 3)
@@ -291,7 +275,11 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | No
             tensors = measure(call, device(), known=[model, optimizer]).above_baseline
         return tensors, process.growth if device().type == "cpu" else None
 
-    return min((once() for _ in range(3 if "whole" in name else 1)), key=lambda found: found[0])
+    found = min((once() for _ in range(3 if "whole" in name else 1)), key=lambda found: found[0])
+    if name == "load":
+        optimizer.state.clear()
+        found = max(found[0], once()[0]), found[1]
+    return found
 
 
 def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
@@ -322,7 +310,8 @@ def keeps_names(answer: Any, rank: int, folder: Path) -> None:
     answer.save(folder, model, optimizer, 1)
     move(model, optimizer)
     answer.load(folder, model, optimizer)
-    cause = "a weight whose name ends as extra state's is taken for it, or names are cut or sorted"
+    cause = "a weight whose name ends as extra state's is taken for it; or names are cut, or sorted"
+    cause += ", or two become one, as where a dot is made an underscore"
     _check_loaded(model, optimizer, saved, cause)
 
 

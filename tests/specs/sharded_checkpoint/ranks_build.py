@@ -17,7 +17,7 @@ from kit.laws.equal import same
 from kit.ranks.shards import mesh
 from kit.ranks.toys import Model
 from specs.sharded_checkpoint.built import MODELS, UNTIED, alone, begin, guesses, init, values
-from specs.sharded_checkpoint.models import BLOCK_TYPES, Tiny, momentum
+from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
 from specs.sharded_checkpoint.ranks import error_of, of_all
 
 
@@ -122,8 +122,9 @@ def built_with_ties(answer: Any, rank: int) -> None:
 
 
 def build_fails_on_one(answer: Any, rank: int) -> None:
-    """One argument of `build` after the other raises on rank 1."""
-    given: dict[str, Any] = {"make_model": Tiny, "init": init, "make_optimizer": momentum}
+    """One argument of `build` after the other raises on rank 1; the model has a tied weight."""
+    tied = functools.partial(Model, blocks=0, tied=True)
+    given: dict[str, Any] = {"make_model": tied, "init": init, "make_optimizer": momentum}
     for name, function in given.items():
 
         def fails(*args: Any, function: Any = function) -> Any:

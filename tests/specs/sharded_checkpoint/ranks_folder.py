@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.ranks.shards import check_untouched, local_state
 from specs.sharded_checkpoint.models import evaluate, small
-from specs.sharded_checkpoint.ranks import on_rank_0
+from specs.sharded_checkpoint.ranks import error_of, on_rank_0
+
+ASIDE = "5000000"  # a step above all others
 
 
 def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
@@ -26,7 +29,10 @@ def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
 
 
 def step_rules(answer: Any, rank: int, folder: Path) -> None:
-    """Steps that are refused, before and after checkpoints; then the newest is loaded."""
+    """Steps that are refused, before and after checkpoints; then the newest is loaded.
+
+    After step 10 somebody has set a copy aside, under another name.
+    """
     model, optimizer = small()
 
     def refuse(number: int, newest: int) -> None:
@@ -47,11 +53,17 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
     for number in (2, 10, 999_999, 1_000_000):
         answer.save(folder, model, optimizer, number)
         on_rank_0(lambda: _turn_times(folder))
+        if number == 10:
+            on_rank_0(lambda: _set_aside(folder))
         if number in (10, 1_000_000):
             cause = "as texts 2 comes after 10, a million has 7 digits; or times are compared, and "
             cause += "a copy has others"
-            newest = answer.load(folder, model, optimizer)
-            check_equal(newest, number, "step of the newest checkpoint", cause=cause)
+            found: list[Any] = []
+            error = error_of(lambda into=found: into.append(answer.load(folder, model, optimizer)))
+            got, what, clause = [*found, error][0], "step of the newest checkpoint", ""
+            if ASIDE in str(got):
+                cause, clause = "a name counts that only looks like a checkpoint's", "folder"
+            check_equal(got, number, what, cause=cause, clause=clause)
             dist.barrier()
         for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
             refuse(old, number)
@@ -65,6 +77,13 @@ def _plant(folder: Path) -> None:
     for name in ("tmp", ".tmp", "temp", "best-1", "data.part", "data.tmp"):
         (folder / name).mkdir(parents=True)
         (folder / name / "mine.txt").touch()
+
+
+def _set_aside(folder: Path) -> None:
+    """A copy of what has 10 in its name, under a name that looks like a later checkpoint's."""
+    for path in [*folder.glob("*10*")]:
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, folder / path.name.replace("10", f"{ASIDE}-mine"))
 
 
 def _turn_times(folder: Path) -> None:

@@ -55,7 +55,7 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
-        """Checkpoints 2, 10, 999,999 and 1,000,000, and files of somebody else.
+        """Checkpoints 2, 10, 999,999 and 1,000,000; a copy set aside; files of somebody else.
 
         The folder itself has the name of a checkpoint.
         """
@@ -118,7 +118,7 @@ def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Pa
             plain=3 * shard_bytes(parameters, 1),
             reference=theirs[0],
             formula=formula,
-            cause="a rank gathers, or reads, what belongs to other ranks",
+            cause="a rank gathers, or reads, what belongs to other ranks; or keeps what it reads",
         )
         if yours[1] is None:
             continue  # nobody counts them here
