@@ -134,11 +134,14 @@ def inputs_with_a_parameter(w):
     w.after.append(lambda w: put(batches=[(x + shift, y) for x, y in w.batches])(w))
 
 
-def gradient_of_another(value=1.0):
-    """The model has a parameter of another optimizer, which is in the middle of a window."""
+def gradient_of_another(value=1.0, of_loss=False):
+    """Model or loss has a parameter of another optimizer, which is in the middle of a window."""
 
     def twist(w):
-        theirs = w.model.theirs = nn.Parameter(torch.ones(3))
+        theirs = w.extra["theirs"] = nn.Parameter(torch.ones(3))
+        if of_loss:
+            w.loss_fn = nn.MSELoss()
+        (w.loss_fn if of_loss else w.model).register_parameter("theirs", theirs)
         theirs.grad, w.foreign = torch.full((3,), value), (*w.foreign, "theirs")
         note_afterwards(w, "a gradient of another optimizer", lambda: theirs.grad)
 
@@ -213,6 +216,10 @@ LOSSES = [
     ),
     ("an infinite loss", lambda w: w.batches[1][1].mul_(math.inf)),
 ]
+LOSS_OF_ANOTHER = (
+    "a loss whose parameters another optimizer holds",
+    gradient_of_another(of_loss=True),
+)
 NO_GRADIENT = ("a parameter without a gradient", unused)
 FOREIGN = [
     ("a frozen parameter", twists.frozen, twists.stale, tag("frozen")),

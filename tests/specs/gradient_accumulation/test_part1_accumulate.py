@@ -92,6 +92,7 @@ class TestPart1Accumulate:
     @ACCUMULATED.spec()
     def test_leaves_frozen_and_foreign_parameters_alone(self):
         yield from scenarios.FOREIGN
+        yield scenarios.LOSS_OF_ANOTHER
 
     @pytest.mark.survives("accumulate", 3)
     @ACCUMULATED.spec()

@@ -55,6 +55,8 @@ class TestPart2AccumulateTokens:
         yield ("12, 6, 3 and 1 labelled tokens",)
         yield "2,049 of 2,400 tokens labelled", of((4, 600, 2049), (1, 4, 4))
         yield "the same tensors, filled anew", tokens.refilled
+        yield "the same pair again", scenarios.repeated
+        yield "logits of hundreds", tokens.hundreds
 
     @pytest.mark.exact("accumulate_tokens", "ignore_index")
     @TOKENS.spec()

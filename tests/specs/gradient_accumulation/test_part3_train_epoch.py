@@ -75,6 +75,7 @@ class TestPart3TrainEpoch:
         yield "windows of 10", option(window=10)
         yield "windows of 1, and an overwritten loss", option(window=1), twists.overwritten_loss
         yield "samples of several lengths", scenarios.sequences
+        yield "the same micro-batch again", scenarios.repeated
         yield "a list", scenarios.tag("list")
         yield "batch norm", scenarios.norm_first
         yield from scenarios.STEPS
@@ -130,6 +131,7 @@ class TestPart3TrainEpoch:
         yield "a foreign parameter", foreign, HALF, scenarios.tag("foreign")
         yield "a gradient of another optimizer", unused, scenarios.gradient_of_another(), HALF
         yield "nothing that is held has a gradient", nothing_to_train, HALF
+        yield *scenarios.LOSS_OF_ANOTHER, HALF
 
     @pytest.mark.survives("train_epoch", 2)
     @EPOCH.spec()

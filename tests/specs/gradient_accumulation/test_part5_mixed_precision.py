@@ -13,7 +13,7 @@ from kit.laws.precisions import HALVES, scaler_for
 from kit.laws.rules import followed
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mse
-from kit.laws.trace import Probe
+from kit.laws.trace import PlantedInterrupt, Probe
 from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
 from kit.ranks.simulated import simulated_world
 from specs.gradient_accumulation import memory
@@ -142,6 +142,7 @@ class TestPart5MixedPrecision:
             tag("the caller's autocast"),
         )
         yield "inside another autocast", inside_another, tag("the caller's autocast")
+        yield "other modes of torch than usual", twists.in_unusual_modes
 
     @pytest.mark.exact("train_epoch", 4)
     @EPOCH.spec("fp16")
@@ -187,6 +188,8 @@ class TestPart5MixedPrecision:
     def test_an_error_in_sixteen_bits_comes_through(self):
         for place, at in (("step", 2), ("model", 5), ("model", 1)):
             yield f"the {place} fails at {at}, and the next epoch", fails(place, at), tag("retried")
+            ctrl_c = fails(place, at, PlantedInterrupt)
+            yield f"Ctrl-C in the {place} at {at}, and the next epoch", ctrl_c, tag("retried")
 
     @pytest.mark.survives("train_epoch", 3)
     @EPOCH.spec()
