@@ -309,7 +309,7 @@ def accumulate_on_ranks(
 
     total = torch.zeros((), dtype=torch.float32, device=device)
     with model.no_sync():
-        for batch in micro_batches[:-1]:
+        for batch in islice(micro_batches, len(micro_batches) - 1):
             total = total + backward(batch)
     total = total + backward(micro_batches[-1])
     _rescale(params, ranks / tokens)  # DDP left sum / ranks

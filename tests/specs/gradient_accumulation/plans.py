@@ -61,7 +61,9 @@ GROUPS = {
         ),
         "infinite losses": Plan((((3, 4, 12),), ((4, 3, 1),)), (never(4),)),
         "ignore_index 0, logits transposed": Plan(UNEVEN, (of_tokens.transposed,), ignore_index=0),
-        "ignore_index 255": Plan(UNEVEN, ignore_index=255),
+        "ignore_index 255, logits of hundreds": Plan(
+            UNEVEN, (of_tokens.hundreds,), ignore_index=255
+        ),
     },
     "no labels": {
         "rank 0 without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
@@ -193,6 +195,7 @@ FOUND = {
     "result": ("Returns", "it is no share of the mean over the tokens of all ranks"),
     "output for": (5, "the caller's autocast keeps copies of older weights"),
     "kept gradients": ("Raises", "this rank has begun its window before it knew of the others"),
+    "weights": ("", "another step was taken, or one on what should have no gradient"),
     "synchronises": (3, "no_sync() is entered and not left, or its flag is set by hand"),
     "training flags": ("untouched", "train() or eval() is called"),
     "data untouched": ("untouched", "the caller's tensors are changed in place"),
