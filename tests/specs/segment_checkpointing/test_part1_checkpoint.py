@@ -55,7 +55,9 @@ class TestPart1Checkpoint:
     @pytest.mark.works("checkpoint", "written here")
     def test_is_not_torchs_own(self, answer, device):
         model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device).requires_grad_()
-        w.check_not_torchs_own(lambda: w.loss_of(answer.checkpoint(model, x)).backward())
+        for function, *args in ((model, x), (model, x.detach()), (lambda: model(x),)):
+            step = lambda f=function, a=args: w.loss_of(answer.checkpoint(f, *a)).backward()  # noqa: E731
+            w.check_not_torchs_own(step)
 
     @pytest.mark.exact("checkpoint", "gradients")
     @w.as_plain("the second run is not the first one's, or a gradient lands with the wrong tensor")
@@ -208,23 +210,24 @@ class TestPart1Checkpoint:
         check_freed(answer, reference, device, "retained before")
 
     @pytest.mark.saves("checkpoint", "freed")
-    @pytest.mark.parametrize("kind", ["trained", "nested", "not run"])
+    @pytest.mark.parametrize("kind", ["trained", "nested", "not run", "with lists"])
     def test_leaves_nothing_to_the_garbage_collector(self, answer, device, kind):
         """The function, and storages of argument, inside and output in both runs, once the caller
         has let go."""
         model, seen = nn.Linear(5, 5).to(device), []
         x = draw.randn(3, 5, device=device, requires_grad=True)
+        lists = [[3, 5], {"sizes": (5, 5)}] if kind == "with lists" else []
 
         def step():
-            def function(a):
-                inside = model(a).exp()
+            def function(*given):
+                inside = model(a := given[-1]).exp()
                 out = inside.tanh()
                 seen.extend(ref(t.untyped_storage()) for t in (a, inside, out))
                 return out
 
             seen.append(ref(function))
             whole = partial(answer.checkpoint, function) if kind == "nested" else function
-            loss = w.loss_of(answer.checkpoint(whole, x * 2))
+            loss = w.loss_of(answer.checkpoint(whole, *lists, x * 2))
             if kind != "not run":
                 loss.backward()
 
@@ -232,7 +235,7 @@ class TestPart1Checkpoint:
             step()
             left = alive(seen)
             collect()
-        cycle = {"the graph is kept alive by a cycle: only the collector frees it": left}
+        cycle = {"a reference cycle keeps them alive: only the collector frees it": left}
         cause = "something outside of the graph keeps them"
         what = f"of {len(seen)} (the function; storages of argument, inside, output) still alive"
         check_equal(left, 0, what, cause=cause, suspects={} if alive(seen) else cycle)

@@ -62,6 +62,7 @@ class TestPart2SecondRun:
         off, bfloat16, float16 = block(enabled=False), block(torch.bfloat16), block(torch.float16)
         yield "bfloat16, backward outside", bfloat16(lambda c: c(model, x))
         yield "float16, backward outside", float16(lambda c: c(model, x))
+        yield "bfloat16, without arguments", bfloat16(lambda c: c(lambda: model(x)))
 
         def backward_in_bfloat16(of, function):
             def step(call):

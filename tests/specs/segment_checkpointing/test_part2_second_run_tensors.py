@@ -30,6 +30,7 @@ class RanAgain(Exception):
 
 
 COPY = "on a copy of the argument as it was"
+STAYS = "it is put back, or the function was given a copy: the change should stay"
 
 
 class TestPart2Tensors:
@@ -58,7 +59,10 @@ class TestPart2Tensors:
         yield "a parameter alone", lambda c: leaf_of(c(lambda t: weight, x)) * 3
 
     @pytest.mark.survives("checkpoint", "Raises")
-    @w.refuses("only save_for_backward looks for changes in place, and only before the second run")
+    @w.refuses(
+        "what is kept is not watched for changes: save_for_backward does that, for a tensor or its"
+        " detach(), not for .data or a copy"
+    )
     def test_refuses_an_argument_that_was_changed_since(self):
         for which, name in enumerate(ARGUMENTS):
 
@@ -100,16 +104,28 @@ class TestPart2Tensors:
         w.check_right_or_refused(ask, copied, answer.checkpoint, [x], cause)
 
     @pytest.mark.survives("checkpoint", "Raises")
-    @w.refuses("no version (tensor._version) is compared before and after the first run")
+    @w.refuses("compare the version (tensor._version) of every argument before and after the call")
     def test_refuses_a_function_that_changes_its_argument(self):
         results = {"numbers": torch.exp, "a mask": lambda a: a > 0, "nothing": lambda a: None}
+        # As nn.ReLU(inplace=True) does.
+        results |= {"it": lambda a: a, "it in a tuple": lambda a: (a.exp(), a)}
         for (which, name), (what, result) in product(enumerate(ARGUMENTS), results.items()):
 
-            def function(*args, which=which, result=result):
-                change((*args, args[0][1:])[which])
-                return result(args[0])
+            def step(call, which=which, result=result):
+                args, changed = arguments(), []
 
-            step = lambda call, f=function: call(partial(f), *arguments())  # noqa: E731
+                def function(*given):
+                    change(it := (*given, given[0][1:])[which])
+                    changed.append(it.detach().clone())
+                    return result(it)
+
+                try:
+                    call(partial(function), *args)
+                finally:
+                    it = (*args, args[0][1:])[which].detach()
+                    for want in changed:
+                        check_equal(it, want, "the changed argument after the call", cause=STAYS)
+
             yield f"the function changes {name} and returns {what}", RuntimeError, step
 
     @pytest.mark.survives("checkpoint", 8)

@@ -41,10 +41,10 @@ def none_is_checkpointed(got, want):
 
 
 @scenarios("runs", none_is_checkpointed)
-def runs(answer, device, name, count, segments, want):
+def runs(answer, device, name, count, segments, want, times=1):
     """What is to be known of the layers that ran, in the call and again in backward."""
     layers, log = w.chain(count, device)
-    out = answer.run_in_segments(layers, draw.randn(13, 5, device=device), segments)
+    out = answer.run_in_segments([*layers] * times, draw.randn(13, 5, device=device), segments)
     called = log[:]
     if out.requires_grad:
         with torch.enable_grad():
@@ -118,6 +118,8 @@ class TestPart3Segments:
         for (count, segments), name in NAMES.items():
             again = min(segments - 1, 1)
             yield name, count, segments, {"in the call": [*range(count)], "of a layer": again}
+        want = {"in the call": [0] * 6, "run again": 4, "of a layer": 4}
+        yield "one layer six times in 3 segments", 1, 3, want, 6
         with torch.no_grad():
             yield "under no_grad", 7, 3, {"in the call": [*range(7)], "of a layer": 0}
 

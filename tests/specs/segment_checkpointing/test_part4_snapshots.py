@@ -1,6 +1,5 @@
 """The schedule with the fewest steps, counted, and run for real."""
 
-import itertools
 import math
 from functools import partial
 
@@ -11,61 +10,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torchs
 
 from kit.laws import draw
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import UNTOUCHED, check_equal, check_raises
 from kit.laws.endings import check_ending
 from kit.laws.equal import same
 from kit.laws.rules import followed
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mlp
 from specs.segment_checkpointing import worlds as w
+from specs.segment_checkpointing.steps import RULES, closed_form
 
 # Layers and snapshots: one of each, too few, as many as needed, and more than there are layers.
 RUNS = [(1, 1), (1, 3), (2, 1), (2, 2), *((10, s) for s in (1, 2, 3, 4)), (24, 3), (7, 6), (7, 20)]
-
-
-def closed_form(layers, snapshots):
-    """r * layers - C(snapshots + r, snapshots + 1), with the least r such that layers are no more
-    than C(snapshots + r, r)."""
-    r = 0
-    while math.comb(snapshots + r, r) < layers:
-        r += 1
-    return r * layers - math.comb(snapshots + r, snapshots + 1)
-
-
-def whole_groups(layers, snapshots):
-    """Steps where the last repetition has all the layers that it may have."""
-    r = next(r for r in itertools.count() if math.comb(snapshots + r, r) >= layers)
-    return r * math.comb(snapshots + r, r) - math.comb(snapshots + r, snapshots + 1)
-
-
-def halved(layers, snapshots):
-    """Steps where a snapshot is put in the middle, and then in the middle of each half."""
-    if snapshots == 1 or snapshots >= layers:
-        return layers * (layers - 1) // 2 if snapshots == 1 else layers - 1
-    half = layers // 2
-    return half + halved(layers - half, snapshots - 1) + halved(half, snapshots)
-
-
-RULES = {
-    "the input of the first layer is not counted as a snapshot": lambda n, s, got: (
-        got == closed_form(n, s + 1)
-    ),
-    "one snapshot less is used than there are": lambda n, s, got: got == closed_form(n, s - 1),
-    "each layer's run with a graph is counted too": lambda n, s, got: got == closed_form(n, s) + n,
-    "the last layer's run with a graph is counted too": lambda n, s, got: (
-        got == closed_form(n, s) + 1
-    ),
-    "with a snapshot for each layer no step is counted, and the first sweep is forgotten": (
-        lambda n, s, got: got == (0 if s >= n else closed_form(n, s))
-    ),
-    "the last repetition is counted as if it were full": lambda n, s, got: (
-        got == whole_groups(n, s)
-    ),
-    "each layer without a snapshot is counted once, though its input is gone by then": (
-        lambda n, s, got: got == n - 1 + max(0, n - 1 - s) or got == n - 1 + max(0, n - s)
-    ),
-    "each snapshot is put in the middle of what is left": lambda n, s, got: got == halved(n, s),
-}
 
 
 def rule(answer):
@@ -184,6 +139,11 @@ class TestPart4Snapshots:
                 layers[place].requires_grad_(False)
             yield f"data, {frozen} frozen", layers, x, 2
             yield f"data from another layer, {frozen} frozen", layers, x, 2, w.loss_of, before
+        scale, layers = w.leaf(5), w.chain(4, x.device)[0]
+        layers[0], scaled = w.Applied(lambda y: y * scale), lambda out: w.loss_of(out * scale)
+        yield "a first layer without parameters uses a leaf", layers, x, 2, scaled
+        twice = lambda y: (plain_backward(layers, y, scaled, 2), y)[1]  # noqa: E731
+        yield "gradients from before", layers[1:], w.leaf(13, 5), 2, w.loss_of, twice
         words = w.chain(6, x.device)[0]
         words[0], words[4] = nn.Embedding(17, 5), nn.Embedding(13, 5)
         words[3] = w.Applied(lambda y: y[:, 0].argsort())
@@ -208,6 +168,8 @@ class TestPart4Snapshots:
         hooked = w.leaf(13, 5)
         hooked.register_hook(lambda grad: grad * 10)
         yield "a hook on the input", layers, hooked, 2
+        layers[1].linear.weight.register_hook(lambda grad: grad / 2)
+        yield "a layer twice, a hook on its weight", layers, x, 2
         own = w.chain(5, x.device)[0]
         for layer in own:
             layer.forward = partial(torchs, layer.forward, use_reentrant=True)
@@ -269,11 +231,16 @@ class TestPart4Snapshots:
     def test_an_error_in_any_run_comes_through_and_changes_nothing(self, answer, device, end):
         """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later."""
         x, head = draw.randn(13, 5, device=device, requires_grad=True), WithHead(5, 3).to(device)
+        leaves = []
 
         def step(ends, call):
-            layers, log = w.chain(6, device)
+            layers, log = w.chain(5, device)
             for layer in layers:
                 layer.register_forward_pre_hook(lambda *_: ends() if len(log) == last else None)
+            leaves[:] = x, *head.parameters(), *layers.parameters()
+            for leaf in leaves:
+                leaf.grad = torch.full_like(leaf, 100)
+            layers = [*layers, layers[1]]
             draw.seed(5)
             loss_fn = lambda out: (head(out), ends() if last < 0 else None)[0]  # noqa: E731
             call(layers, x, loss_fn, 2)
@@ -281,12 +248,16 @@ class TestPart4Snapshots:
         for last in range(-1, 6 + closed_form(6, 2)):
             check_ending(partial(step, call=answer.backward_with_snapshots), end, lambda: None)
             got = draw.next_random(device)
+            lost = sum(leaf.grad is None or bool(leaf.grad.mean() < 50) for leaf in leaves)
             plain = partial(step, call=plain_backward)
             check_ending(plain, end if last < 6 else "success", lambda: None)
             cause = "the stream of a layer's second run is not put back when it fails: use `with`"
             where = f"run {last + 1}" if last >= 0 else "the loss"
             what = f"the next random numbers after an error in {where}"
             check_equal(got, draw.next_random(device), what, cause=cause)
+            cause = "what was in `.grad` before is set aside or replaced, and the error loses it"
+            what = f"leaves whose gradient from before is lost after an error in {where}"
+            check_equal(lost, 0, what, cause=cause, clause=UNTOUCHED)
 
     @pytest.mark.survives("backward_with_snapshots", 3)
     def test_gradients_do_not_get_lost_under_no_grad(self, answer, device):
