@@ -16,6 +16,7 @@ from specs.fsdp_wrap.shapes import (
     any_names,
     detached,
     dropping_by_keyword,
+    dropping_in_eval_mode,
     dropping_twice,
     ending,
     timed,
@@ -159,6 +160,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "gradients": {
         "old gradients, the head frozen later": Case(script=("stale", "step", "freeze", "step")),
+        "a detached block": Case(detached, script=("stale", "step"), make_optimizer=adamw),
         "kept, evaluated before it": Case(wrap=KEPT, script=("step", "evaluate", "step", "plain")),
         "groups, one empty, dropout in eval mode, a forward in the loss": Case(
             DROP,
@@ -186,16 +188,24 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "any norm": {
         "an infinite gradient": Case(script=STEP, step=CLIP, infinite=True, make_optimizer=Still),
-        "a norm of 0": Case(script=STEP, step=CLIP, scale=0.0, make_optimizer=adamw),
+        "a norm of 0": Case(
+            script=STEP,
+            step=CLIP,
+            scale=0.0,
+            make_optimizer=adamw,
+            cause="the factor is 0 / 0, or there is no step",
+        ),
     },
     "checkpoint and dropout": {
         "train mode after wrap": Case(
             DROP, CHECKPOINT, script=("train", "step", "plain"), train=False
         ),
+        "eval mode, dropout on": Case(dropping_in_eval_mode, CHECKPOINT, script=STEP, train=False),
     },
     "checkpoint": {
         "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
         "nested, bfloat16": Case(SHAPES["nested"], BF16 | CHECKPOINT),
+        "a frozen block": Case(SHAPES["frozen"], CHECKPOINT, script=STEP),
     },
     "checkpointed shapes": {
         name: Case(SHAPES[name], CHECKPOINT, script=STEP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import SHAPES
-from kit.ranks.shards import check_untouched, gradients, local_state, mesh, weights
+from kit.ranks.shards import check_untouched, gradients, local_state, mesh, meshes, weights
 from kit.ranks.toys import Batch, Block, make
 from specs.fsdp_wrap.cases import STEPS, Case, Still, momentum
 from specs.fsdp_wrap.play import batches
@@ -36,17 +37,19 @@ def keeps_values(answer: Any, rank: int) -> None:
 
 
 def accumulates(answer: Any, rank: int) -> None:
-    """The gradient of micro-batches that weigh 512, 1, 1, ... in bfloat16 training."""
-    for sync in ("each", "last"):
+    """The gradient of micro-batches that weigh 512, 1, 1, ... in bfloat16 training, on all ranks
+    and on each by itself.
+    """
+    for sync, over in itertools.product(("each", "last"), (mesh(), meshes(1)["shards"])):
         model = Weigh(Weigh()).to(device())  # one in the root, one in a block
-        optimizer = answer.wrap(model, mesh(), Weigh, Still, dtype=torch.bfloat16)
+        optimizer = answer.wrap(model, over, Weigh, Still, dtype=torch.bfloat16)
         values = [512.0] + [1.0] * 7
         window = [(torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values]
         answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
         got = gradients(model)
         want, lost = (dict.fromkeys(got, torch.full((3,), n / 8)) for n in (519, 512))
         cause = "gradients are added up, or reduced, in bfloat16"
-        what = f"gradients with sync={sync!r}"
+        what = f"gradients with sync={sync!r}, on a mesh of size {over.size()}"
         check_equal(got, want, what, cause=cause, suspects={cause: lost})
 
 

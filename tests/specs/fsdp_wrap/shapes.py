@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,9 +49,14 @@ class Weigh(nn.Module):
         return sum((block(x) for block in self.inside), x * self.weight)
 
 
+def widened(more: dict[str, Any], table: Tensor) -> dict[str, Any]:
+    """The keywords with a shift that a float32 table has been multiplied into."""
+    return more | {"shifts": [{"shift": more["shifts"][0]["shift"] * table}]}
+
+
 class Watched(nn.Module):
     """A block with integers and flags beside its input, perhaps around another one, which notes
-    dtypes; by a float32 buffer what it computes is float32 in the end.
+    dtypes; by a float32 buffer what it passes on and what it computes is float32 in the end.
 
     It has no Linear, which would raise where dtypes are mixed.
     """
@@ -71,14 +77,14 @@ class Watched(nn.Module):
             "flags": more["mask"].dtype,
         }
         if self.inside is not None:
-            x = self.inside(x, places, more=more)
+            x = self.inside(x * self.table, places, more=widened(more, self.table))
             self.seen["what a block returns"] = x.dtype
         return x + torch.relu(x * self.weight) * more["mask"] * self.table
 
 
 class WatchedModel(nn.Module):
-    """A watched block in another, which get float32, as a buffer has made it; it notes what they
-    return, and what it computes itself.
+    """A watched block in another, which both get float32, as a buffer has made it; it notes what
+    they return, and what it computes itself.
     """
 
     def __init__(self) -> None:
@@ -90,8 +96,7 @@ class WatchedModel(nn.Module):
 
     def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Any]) -> Any:
         shift = more["shifts"][0]["shift"]
-        own = more | {"shifts": [{"shift": shift * self.table}]}
-        x = self.block(inputs * self.table, places, more=own)
+        x = self.block(inputs * self.table, places, more=widened(more, self.table))
         out = x * self.gain
         self.seen = {
             "what a block returns": x.dtype,
@@ -209,6 +214,14 @@ def timed() -> Shape:
 def dropping_twice() -> Shape:
     """Blocks with dropout, one of which runs twice."""
     return _dropping("a block twice")
+
+
+def dropping_in_eval_mode() -> Shape:
+    """Blocks with dropout that no mode turns off."""
+    model = make(blocks=2)
+    for block in model.blocks:
+        block.down.register_forward_hook(lambda _, args, out: F.dropout(out, 0.4))
+    return model, Block
 
 
 def dropping_by_keyword() -> Shape:

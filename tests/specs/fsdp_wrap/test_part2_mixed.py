@@ -142,7 +142,7 @@ class TestPart2Mixed:
 KEYWORDS = "only positional inputs are cast, or only those outside of dicts and lists"
 CAUSES = {
     "input of a block": "inputs reach a unit as they come, instead of being cast; a block's may be "
-    "float32 where the root has computed with a buffer",
+    "float32 where the root has computed with a buffer, or the block around it",
     "weight in a block": "parameters are gathered in float32",
     "keywords of a block": KEYWORDS,
     "keywords of the model": KEYWORDS,

@@ -61,8 +61,9 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", "gradients")
     def test_gradients_are_of_this_step_alone(self, answer, world):
-        """Old gradients are there, or an evaluation comes before; the head is frozen later;
-        loss_fn asks the model; there are groups of parameters, one empty, and a plain step comes.
+        """Old gradients are there, or an evaluation comes before; the head is frozen later; a part
+        has no gradient; loss_fn asks the model; there are groups of parameters, one empty, and a
+        plain step comes.
         """
         cause = "gradients from before the step are in it, or those of the step are cleared or "
         cause += "scaled afterwards"
@@ -78,7 +79,9 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("wrap", "checkpoint")
     def test_checkpointing_leaves_the_gradients_as_they_are(self, answer, world):
-        """In float32 and given back, in bfloat16 and kept; every block runs twice, no more."""
+        """In float32 and given back, in bfloat16 and kept, in eval mode; every block runs twice, no
+        more, a frozen one too.
+        """
         cause = "the recomputation has another dropout mask, or another input"
         hold(answer, world, "checkpoint and dropout", cause=cause)
         hold(answer, world, "checkpoint", cause=cause)
@@ -188,7 +191,7 @@ class TestPart3TrainStep:
         """Its gradients may be zeros or NaN then, as torch makes them of an infinite norm; with a
         norm of 0 the weights decay.
         """
-        cause = "an infinite norm is not returned, or there is no step, as for a norm of 0"
+        cause = "an infinite norm is not returned, or there is no step"
         hold(answer, world, "any norm", cause=cause)
 
     @pytest.mark.survives("train_step", 5)
