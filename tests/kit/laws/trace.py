@@ -33,7 +33,7 @@ MEANINGS = {
     "output for the caller": "the cache of an autocast around holds weights from before the step",
     "passes forward": "the model runs in another precision, mode, or more than once",
     "passes back": "backward() runs under autocast",
-    "loss calls": "the loss runs in another precision, on an output in 16 bits, or out of turn",
+    "loss calls": "the loss runs in another precision, on 16 bits or other targets, or out of turn",
     "skipped": "see whether the optimizer stepped: no norm, loss or scale tells, and a fused "
     "one is called and skips inside, by its `found_inf`",
     "loss": "it is still scaled, the loss's own tensor and no copy, or with its graph",
@@ -164,7 +164,7 @@ class World:
         """The loss, noting in what it was called."""
         self.visits("loss")
         on = autocast_on(output.device.type)
-        self.losses.append(f"output {kind_of(output)}, target {shape_of(target)}{on}")
+        self.losses.append(f"output {kind_of(output)}, target {kind_of(target)}{on}")
         return self.loss(output, target)
 
     def _note_step(self) -> None:

@@ -155,7 +155,7 @@ class Side:
 
 # What it means if nothing that comes before these is wrong.
 MEANS = {
-    "masters in the optimizer": "the optimizer has other tensors than `masters`: put values there",
+    "masters in the optimizer": "`masters` are not the optimizer's tensors, in the model's order",
     "masters": None,
     "weights": "the masters are right, and the model's weights are not these, rounded",
     "float32 gradients kept": "the masters keep their gradients, 4 bytes a parameter",

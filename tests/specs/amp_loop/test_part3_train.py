@@ -1,6 +1,7 @@
 """Many steps: batches, schedule, real text, and a stop at any step that leaves no trace."""
 
 import math
+from collections import OrderedDict
 from functools import partial
 from itertools import product
 from unittest.mock import Mock
@@ -52,8 +53,10 @@ def run(precision, device):
     opening = Opening().eval()  # its mode is the caller's too
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), opening, nn.Linear(9, 2)
     batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
-    optimizer = {"sgd" if precision == "fp32_sgd" else "adam": {"lr": 0.02}}  # SGD has no state
-    world = World(nn.Sequential(*layers), batches, **optimizer)
+    # SGD has no state; and "module" is not always what DataParallel calls its model.
+    kind, first = ("sgd", "module") if precision == "fp32_sgd" else ("adam", "0")
+    named = OrderedDict(zip((first, *"1234"), layers, strict=True))
+    world = World(nn.Sequential(named), batches, **{kind: {"lr": 0.02}})
     twists.in_precision(precision[:4])(world)
     if precision == "fp16":
         world.scaler = {"init_scale": 256.0, "growth_interval": 2}

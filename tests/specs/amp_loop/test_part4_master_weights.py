@@ -140,7 +140,9 @@ class TestPart4MasterWeights:
         """Nor one that has nothing to train, where the optimizer has a parameter of its own."""
         make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
         mixed = nn.Sequential(layer(), nn.LayerNorm(3))
-        for model, words in ((mixed, ["1.weight", "float32"]), (nn.ReLU(), [])):
+        narrow = nn.Linear(3, 3).to(torch.float8_e5m2)
+        cases = (mixed, ["1.weight", "float32"]), (narrow, ["weight", "float8"]), (nn.ReLU(), [])
+        for model, words in cases:
             call = partial(answer.MasterWeights, model, make)
             check_raises(call, ValueError, mentions=words, when=f"for {model}")
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from math import nan
 
 import pytest
 import torch
@@ -279,7 +280,7 @@ class TestPart1LargeModel:
 
     @pytest.mark.survives("LargeModel", "Raises")
     def test_refuses_numbers_out_of_range(self, answer):
-        bad = {"num_layers": (0, -3), "hidden_dim": (0, -2), "dropout": (-0.25, 1.75)}
+        bad = {"num_layers": (0, -3), "hidden_dim": (0, -2), "dropout": (-0.25, 1.75, nan)}
         for name, values in {**bad, "segment_size": (0, -1, 6)}.items():
             for value in values:
                 given = {"num_layers": 5, "hidden_dim": WIDTH, name: value}

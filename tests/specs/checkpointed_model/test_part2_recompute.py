@@ -75,13 +75,15 @@ class TestPart2Recompute:
         yield "dropout after a block in eval mode", chain(in_eval, call=_dropped)
 
     @pytest.mark.works("recompute", "buffers")
-    @recomputed("the second run finds what the first one left, or changes it again")
+    @recomputed("the second run finds what the first one, or the caller, left, or changes it again")
     def test_finds_the_same_buffers_again(self):
         """What depends on a counter or a running mean depends on when it runs."""
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
         yield "replaced before the backward pass", chain(counting, spoil=replace_buffers)
         norm = lambda: [Normed(frozen())]  # noqa: E731
+        later = lambda model, *_: model.order[0].shift.add_(1)  # noqa: E731
+        yield "only read, and written to later", chain(_shifted, call=_reads, spoil=later)
         yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=replace_buffers)
         yield "a counter and a mean, in eval mode", chain(lambda: [Counting().eval()])
 
@@ -138,6 +140,16 @@ class TestPart2Recompute:
         every = lambda run, block, x: run(block, x, state=[*block.modules(), block])  # noqa: E731
         make = lambda: [Nest(Counting())]  # noqa: E731
         yield "modules named twice", chain(make, call=every, passes=2)
+
+
+def _shifted():
+    block = Noisy()
+    block.register_buffer("shift", torch.zeros(WIDTH))
+    return [block]
+
+
+def _reads(run, block, x):
+    return run(lambda x: block(x + block.shift), x, state=[block])
 
 
 def _batched(run, block, x):

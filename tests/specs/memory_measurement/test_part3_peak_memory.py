@@ -1,5 +1,6 @@
 """Peaks, compared with formulas in multiples of CUDA's 512 bytes, and with the kit's own ruler."""
 
+import gc
 import sys
 from contextlib import suppress
 from functools import partial, reduce
@@ -272,6 +273,11 @@ class TestPart3PeakMemory:
         finite = (t for t in held[:] if t.mul(2).isfinite().all())
         step = lambda: (held.clear(), floats(8))[0]  # noqa: E731
         yield "8 KiB for 8, and a generator that computes", (8, 0, -8), step, finite
+        held[:] = [cycle := [floats(8)]]
+        cycle.append(cycle)
+        first, collects = iter(cycle[:1]), lambda: (held.clear(), gc.collect())[0]
+        del cycle
+        yield "a cycle that the step collects", (8, 0, -8), collects, first
         if sys.version_info >= (3, 11):  # before, whoever calls keeps the arguments
             grads = [floats(8)]
             yield "a list made for the call", (8, 0, -8), grads.clear, lambda: [*grads]
