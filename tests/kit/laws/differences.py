@@ -59,6 +59,8 @@ def certain(got: object, want: object, what: str = "") -> str | None:
         if got == "returns":
             return "the error that comes is kept back"
         return "the error that comes is caught, and another one is raised"
+    if what == "outcome" and (got, want) == ("returns", "ValueError"):
+        return "it is not refused: nothing checks it, or a check lets it through"
     if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
         if want.is_complex():
             return "no gradient gets there: it is detached, or is_floating_point() has said no"
