@@ -153,7 +153,7 @@ class TestPart1TrainStep:
         return peak, 0.60 * plain + 4 * rows * (24 + 8), plain
 
     @pytest.mark.saves("train_step", "memory")
-    @HALVES
+    @pytest.mark.parametrize("dtype", PRECISIONS.values(), ids=PRECISIONS)
     @bar(
         "peak of a step with a wide output",
         "3.25 x the logits + 3 x the weight; plain holds the output",

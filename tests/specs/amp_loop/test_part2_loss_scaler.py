@@ -54,6 +54,10 @@ class Side:
 
     fail = staticmethod(fails_once)
 
+    def drop(self):
+        """The optimizer b is gone, and another is there."""
+        self.b = self.optimizer_of(SIZES)
+
     def clip(self, optimizer):
         """No infinity and no NaN is left."""
         for p in held(optimizer):
@@ -228,6 +232,8 @@ class TestPart2LossScaler:
         once = "backward(a, {}); backward(b, {}); step({}); step({}); update()".format
         for *bads, order in product((None, inf), (None, inf), ("ab", "ba")):
             yield f"{bads}, {order}", f"{once(*bads, *order)}; {once(None, None, *order)}"
+        gone = "backward(b, inf); step(b); drop(); backward(a); step(a); update()"
+        yield "one that is gone before the update", gone
 
     @pytest.mark.survives("LossScaler", 1)
     def test_tracks_gradscaler_through_other_scripts(self, answer, device):

@@ -38,6 +38,8 @@ class TestPart4MasterWeights:
             name = f"a gradient of {bad}, then {call}".removesuffix(", then ").removesuffix("; ")
             yield f"SGD, {name}", script, SGD, partial(layer, torch.float16)
             yield f"Adam, {name}", script, ADAM
+        with torch.no_grad():
+            yield "under the caller's no_grad", "backward(); step(); backward(inf); step()"
 
     @pytest.mark.exact("MasterWeights", "masters")
     @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
@@ -163,9 +165,12 @@ class TestPart4MasterWeights:
             others[f"masters of {shapes}, not (3, 5) and (3,)"] = bad
         for what, bad in others.items():
             call = partial(side.load_state_dict, saved | bad)
-            errors = ValueError if "masters" in bad else Exception
+            errors, named = (ValueError if "masters" in bad else Exception), []
+            if len(shapes := [m.shape for m in bad.get("masters", ())]) == 2:
+                first = next(shape for shape in shapes if shape not in [(3, 5), (3,)])
+                named = [", ".join(map(str, first))]
             cause = "shapes are not compared: only a number of masters, or of elements, or nothing"
-            check_raises(call, errors, when=f"for {what}", cause=cause)
+            check_raises(call, errors, mentions=named, when=f"for {what}", cause=cause)
             cause = "masters are checked too late, or something is loaded before another refuses"
             check_equal(
                 side.seen(),

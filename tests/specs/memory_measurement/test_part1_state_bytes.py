@@ -94,7 +94,11 @@ class TestPart1StateBytes:
         yield "layers within layers", (4 * (9 + 4), 0, 0, 0), deep
         numbers = {torch.bfloat16: 7, torch.complex64: 5, torch.float64: 3, torch.int8: 11}
         zeros = [nn.Parameter(torch.zeros(n, dtype=t), False) for t, n in numbers.items()]
-        yield "many dtypes, frozen", (2 * 7 + 8 * 5 + 8 * 3 + 11, 0, 0, 0), nn.ParameterList(zeros)
+        frozen = nn.ParameterList(zeros)
+        frozen.register_state_dict_post_hook(lambda _, state, *more: state.clear())
+        want = (2 * 7 + 8 * 5 + 8 * 3 + 11, 0, 0, 0)
+        yield "many dtypes, frozen, and not in the state dict", want, frozen
+        yield "no module inside", (0, 0, 0, 0), nn.Sequential()
         yield "one layer", (280, 280, 0, 0), (model := trained(13, 5))
         model.append(with_buffers(trained(5, 2), own=torch.zeros(3)))
         yield "and one more", (280 + 48, 280 + 48, 12, 0), model
@@ -195,7 +199,9 @@ class TestPart1StateBytes:
         left, cause = [*rates], "whatever can be iterated is looked into"
         check_equal(left, [0.1, 0.2], "what an iterator in the state still gives", cause=cause)
         optimizer.state.pop("rates", None)
-        before.check_unchanged("the count", cause="a step is taken, or gradients are cleared")
+        before.check_unchanged(
+            "the count", cause="a step is taken, gradients cleared, or state made"
+        )
 
     @pytest.mark.survives("state_bytes", "Raises")
     def test_refuses_what_is_no_model_or_optimizer(self, answer):

@@ -242,7 +242,7 @@ class TestPart3PeakMemory:
             check_equal(above, (4 * KIB, 4 * KIB), f"bytes on {form!r}", cause=cause)
 
     @pytest.mark.survives("peak_memory", 1)
-    @counts("results are left out by kind or mode, or are seen as inputs first and taken for older")
+    @counts("results are left out by kind, mode or after an error, or are taken for older inputs")
     def test_counts_every_kind_of_operation(self):
         kept, x = [], floats(2)
         new = partial(torch.zeros, KIB)
