@@ -147,7 +147,7 @@ def check_nothing_left(model, x, forward):
     The loss is still there, as in a log.
     """
     __tracebackhide__ = True
-    what = "inputs, results or the graph are"
+    what = "inputs, results, copies or the graph are"
     for when, step in {"without": forward, "after": whole_step(model, x, forward)}.items():
 
         def then(step=step, when=when):

@@ -269,7 +269,7 @@ class TestPart1LargeModel:
             yield f"segments of {size}", large(size=size, before=_copied), None
 
     @pytest.mark.survives("LargeModel", 7)
-    @as_without("the switch, or the size, is read when the model is made and not when it runs")
+    @as_without("the switch, or the size, is read when the model is made, or in the second run too")
     def test_follows_switches_that_are_set_later(self):
         yield "switched on", large(use=False, before=partial(_then, use_checkpoint=True))
         yield "switched off", large(before=partial(_then, use_checkpoint=False)), 1

@@ -204,6 +204,7 @@ class TestPart2RecomputeDetails:
     def test_a_dropped_result_leaves_nothing(self, answer, device):
         with device:
             noise = Noisy(7)
+        noise.register_buffer("table", torch.ones(WIDTH))
         block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), noise, nn.Dropout(0.25)).to(device)
         x, state = large_inputs(device), [block, *noise.generators]
         one = lambda x: answer.recompute(block, x, state=state)  # noqa: E731

@@ -186,7 +186,9 @@ class TestPart4CheckpointBlocks:
             yield f"{name}, the outer one in eval mode", in_eval, counts
 
     @pytest.mark.survives("checkpoint_blocks", 10)
-    @checkpointed("torch's own stream alone is set, or generators are not looked for at each call")
+    @checkpointed(
+        "torch's own stream alone is set, or not every generator at each call and second run"
+    )
     def test_draws_from_generators_again(self):
         yield "an attribute", chain(lambda: [Noisy(7), Noisy(8)]), [2]
         yield "attributes further inside", chain(lambda: [Nest(Noisy(7, 8))]), [1]
