@@ -166,9 +166,10 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 
     _together(check)
     weights, state = _together(lambda: get_state_dict(model, optimizer))
+    packed = _together(lambda: _packed(weights))
     # A folder of its own, in which .metadata is written last: without it, it does not count.
     dcp.save(  # type: ignore[attr-defined]
-        {"model": _packed(weights), "optimizer": state}, checkpoint_id=Path(folder) / str(step)
+        {"model": packed, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
     )
 
 
@@ -231,13 +232,15 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     for p in frozen:
         p.requires_grad_(False)
     kept: dict[torch.Tensor, Any] = {p: optimizer.state[p] for p in frozen}
-    packed = _packed(weights)
+    packed: dict[str, Any] = {n: b"" if _is_extra(n) else value for n, value in weights.items()}
     dcp.load(  # type: ignore[attr-defined]
         {"model": packed, "optimizer": state}, checkpoint_id=newest
     )
-    weights = {n: pickle.loads(value) if _is_extra(n) else value for n, value in packed.items()}
+    # Together: a rank may lack a class of extra state, or a module refuse it on one rank alone.
+    weights = _together(
+        lambda: {n: pickle.loads(value) if _is_extra(n) else value for n, value in packed.items()}
+    )
     states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": state}
-    # Together: a module may refuse its extra state on one rank alone.
     _together(lambda: set_state_dict(model, optimizer, **states))
     optimizer.state.update(kept)  # it was read to, and torch has left it out here too
     return int(newest.name)

@@ -392,7 +392,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         f"reading {here}",
         lambda: _Common(**torch.load(here / _COMMON, map_location="cpu", weights_only=False)),
     )
-    contents = _contents(model)
+    contents = _together(mesh, f"reading {here}", lambda: _contents(model))
     difference = _difference(common.shapes, _shapes(contents))
     if difference is None and common.groups != _groups(model, optimizer):
         difference = "the optimizer's groups hold other parameters"
@@ -507,7 +507,7 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
             path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
         ),
     )
-    contents = _contents(model)
+    contents = _together(mesh, f"reading {path}", lambda: _contents(model))
     difference = _difference(_shapes(saved), _shapes(contents))
     if difference is not None:
         raise ValueError(f"{os.fspath(path)} is of another model: {difference}")

@@ -187,8 +187,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     tensors = {key: v for key, v in values.items() if isinstance(v, Tensor) and not _is_extra(key)}
     others = {key: v for key, v in values.items() if key not in tensors}
     others["groups"] = packed["param_groups"]
+    pickled = _everywhere(lambda: pickle.dumps(others))
     try:
-        dcp.save({**tensors, "others": pickle.dumps(others)}, checkpoint_id=unfinished)
+        dcp.save({**tensors, "others": pickled}, checkpoint_id=unfinished)
     except CheckpointException as error:  # on every rank; not an Exception
         raise RuntimeError(f"step {step} has not been saved: {error}") from error
     # Only now is it a checkpoint.
@@ -212,10 +213,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     packed = {"others": b""}  # first, for the names of extra state
     dcp.load(packed, checkpoint_id=checkpoint)
-    others = pickle.loads(packed["others"])
+    others = _everywhere(lambda: pickle.loads(packed["others"]))
 
     shards = _shards(model)
-    state_dict = {f"model.{name}": v for name, v in model.state_dict().items()}
+    state_dict = {f"model.{name}": v for name, v in _everywhere(model.state_dict).items()}
     own = {key: v for key, v in state_dict.items() if not _is_extra(key)}
     sizes = {key: v.size for key, v in saved.items()} | dict.fromkeys(others)
     saved_shapes = {key: size for key, size in sizes.items() if key.startswith("model.")}
@@ -281,7 +282,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     mesh = next(iter(_shards(model).values())).device_mesh
-    own = model.state_dict()
+    own = _everywhere(model.state_dict)
     # Mapped, so that a rank reads its own rows only.
     state = _everywhere(lambda: torch.load(path, map_location="cpu", mmap=True))
     for name in [*own, *state]:

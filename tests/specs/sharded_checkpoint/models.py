@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from kit.laws import draw
+from kit.laws.checks import check_equal
 from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import Outer, Twice
@@ -52,15 +54,30 @@ class Tiny(nn.Module):
 
 
 class Stubborn(Tiny):
-    """Its extra state cannot be asked for, or set: whichever `fails`."""
+    """Its extra state cannot be asked for, set, or moved by pickle: whichever `fails`."""
 
     fails = ""
+    extra: object = 1.0
 
     def get_extra_state(self) -> object:
-        return 1 / (self.fails != "get")
+        assert self.fails != "get"
+        return self.extra
 
     def set_extra_state(self, state: object) -> None:
         assert self.fails != "set"
+
+
+class Picky:
+    """An extra state of its own class, which a rank may lack."""
+
+    def __reduce__(self) -> Any:
+        assert Stubborn.fails != "pickle"
+        return Picky.unpickled, ()
+
+    @staticmethod
+    def unpickled() -> Picky:
+        assert Stubborn.fails != "unpickle"
+        return Picky()
 
 
 class Extra(nn.Module):
@@ -78,7 +95,7 @@ class Extra(nn.Module):
 
 
 class Rich(Model, Extra):
-    """A tied weight, two of one row, buffers of all kinds, and extra state.
+    """A tied weight, one of one row, buffers of all kinds, and extra state.
 
     One buffer is tied: where training counts in it under one name, a block finds the sum.
     """
@@ -86,6 +103,7 @@ class Rich(Model, Extra):
     def __init__(self) -> None:
         super().__init__(blocks=1, tied=True)
         self.scale = torch.full((OUTPUTS,), 2.0)
+        self.gain = nn.Parameter(torch.ones(1))  # only rank 0 has a row of it
         self.register_buffer("seen", torch.tensor(2**40 + 1))
         self.blocks[0].register_buffer("seen", self.seen)
         self.register_buffer("turned", torch.tensor([[1e-60, 2], [3, 4]], dtype=torch.float64).T)
@@ -101,7 +119,7 @@ class Rich(Model, Extra):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.seen += torch.is_grad_enabled()
-        return super().forward(inputs) + 0.1 * (self.blocks[0].seen - 2**40)
+        return super().forward(inputs) * self.gain + 0.1 * (self.blocks[0].seen - 2**40)
 
 
 class Inside(nn.Module):
@@ -118,7 +136,8 @@ class Inside(nn.Module):
 class Named(Rich):
     """Four more weights: a name ends as extra state's, two stand before underscores.
 
-    And one has an underscore where that of another weight has a dot.
+    And one has an underscore where that of another weight has a dot. A hook leaves a buffer out of
+    the state dict, and another puts it back for loading.
     """
 
     def __init__(self) -> None:
@@ -127,6 +146,13 @@ class Named(Rich):
         self.A_log = nn.Parameter(torch.full((1,), 2.0))  # with the same rows on rank 1: none
         self.D = nn.Parameter(torch.full((1,), 3.0))  # and of the same shape
         self.embed_bias = nn.Parameter(torch.full((WIDTH,), 4.0))
+        self.register_buffer("derived", torch.ones(3))
+        self.register_state_dict_post_hook(
+            lambda self, state, prefix, *_: operator.delitem(state, f"{prefix}derived")
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda self, state, prefix, *_: state.setdefault(f"{prefix}derived", self.derived)
+        )
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -150,9 +176,9 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-def adamax(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """Its rate is a tensor; a step moves weights even where gradients are zero."""
-    return torch.optim.Adamax(parameters, torch.tensor(lr), weight_decay=0.1)
+def nadam(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """Its rate is a tensor, and of two numbers of its state one is no step."""
+    return torch.optim.NAdam(parameters, torch.tensor(lr), weight_decay=0.1)
 
 
 def in_groups(
@@ -210,6 +236,13 @@ def small(
     return model, optimizer
 
 
+def of_all(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Weights, optimizer state and settings, whole, by name."""
     held = {
@@ -217,6 +250,10 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, p in named(model)
         for key, value in optimizer.state.get(p, {}).items()
     }
+    lacks = sorted({*of_all([*held])[0]} ^ {*held})
+    what = f"state that of ranks 0 and {dist.get_rank()} one alone has"
+    cause = "a rank without rows of a parameter has no state for it, where steps are counted"
+    check_equal(lacks, [], what, cause=cause)
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return {**weights(model), **full(held), SETTINGS: groups}
 

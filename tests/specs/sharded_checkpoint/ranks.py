@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from specs.sharded_checkpoint.models import (
     SETTINGS,
     Extra,
     Inside,
+    Picky,
     Rich,
     Stubborn,
     adamw,
@@ -203,22 +205,17 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
-def of_all(value: Any) -> list[Any]:
-    """The values of all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int, bad: str) -> str:
     """What a call raises where the path of one rank is another, as on a disk of its own.
 
-    Or where the extra state of its model raises, or its disk is full. A rank that never looks for
-    itself may raise nothing, and loads what the others do. It ends there: a call more would meet
-    that of a rank that waits, and hide that it does.
+    Or where the extra state of its model raises, or pickle with it, or its disk is full. A rank
+    that never looks for itself may raise nothing, and loads what the others do. It ends there: a
+    call more would meet that of a rank that waits, and hide that it does.
     """
     model, optimizer = small(kind=Stubborn)
     (folder / "file").touch()
+    if "pickle" in bad:
+        vars(model)["extra"] = Picky()
     if name == "load":
         answer.save(folder / "good", model, optimizer, 1)
     if name == "load_whole":
@@ -228,8 +225,8 @@ def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int,
     path, room = folder / "good", nullcontext()
     if rank == bad_rank and bad == "no_room":
         room = no_room()
-    elif rank == bad_rank and bad == "extra":
-        vars(model)["fails"] = "set" if "load" in name else "get"
+    elif rank == bad_rank and bad in ("get", "set", "pickle", "unpickle"):
+        room = mock.patch.object(Stubborn, "fails", bad)
     elif rank == bad_rank:
         path = folder / bad
     args = {"load": (optimizer,), "save": (optimizer, 5)}.get(name, ())

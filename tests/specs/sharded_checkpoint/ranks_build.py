@@ -17,8 +17,8 @@ from kit.laws.equal import same
 from kit.ranks.shards import mesh
 from kit.ranks.toys import Model
 from specs.sharded_checkpoint.built import MODELS, UNTIED, alone, begin, guesses, init, values
-from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
-from specs.sharded_checkpoint.ranks import error_of, of_all
+from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum, of_all
+from specs.sharded_checkpoint.ranks import error_of
 
 
 def ties(model: nn.Module) -> list[list[str]]:
@@ -73,7 +73,8 @@ def built_units(answer: Any, rank: int) -> None:
         want = [n for n, m in modules.items() if not n or isinstance(m, BLOCK_TYPES)]
         got = [name for name, m in modules.items() if isinstance(m, FSDPModule)]
         cause = "a block is no unit of its own, or what is no block is one, or the model is none"
-        check_equal(got, want, f"units of the model {kind}", cause=cause)
+        what = f"units of the model {kind}, ranks: {mesh().size()}"
+        check_equal(got, want, what, cause=cause)
 
 
 def built_optimizer(answer: Any, rank: int, kinds: Any = (*UNTIED,)) -> None:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from kit.laws.checks import check, check_equal
 from kit.ranks.disk import Copies, before_each_write, different, no_room
-from specs.sharded_checkpoint.models import move, small, state
-from specs.sharded_checkpoint.ranks import error_of, of_all
+from specs.sharded_checkpoint.models import move, of_all, small, state
+from specs.sharded_checkpoint.ranks import error_of
 
 States = dict[int, dict[str, Any]]  # what was saved, by step
 Found = tuple[str, Path, States, str]  # when a folder was so, what can be in it, and else the cause

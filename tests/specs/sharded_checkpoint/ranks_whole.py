@@ -43,7 +43,8 @@ def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) 
         answer.save_whole(path.name if is_bare else path, model)
     os.chdir(before)
     names, what = sorted(load_file(path)), f"names in the file when rank {rank} returns"
-    cause = "a rank returns before rank 0 has written; or it is not the model's state dict"
+    cause = "a rank returns before rank 0 has written; or it is not the model's state dict, "
+    cause += "which hooks may change"
     check_equal(names, sorted(tied().state_dict()), what, cause=cause)
     return want
 

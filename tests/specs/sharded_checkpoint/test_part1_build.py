@@ -37,8 +37,10 @@ class TestPart1Build:
         world.run(answer, ranks_build.built_has, "values", cause)
 
     @pytest.mark.exact("build", "units")
-    def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, world):
-        world.run(answer, ranks_build.built_units)
+    def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, worlds):
+        """On one rank too, where nothing is to be gathered."""
+        for size in (2, 1):
+            worlds(size).run(answer, ranks_build.built_units)
 
     @pytest.mark.exact("build", "optimizer")
     def test_the_optimizer_has_each_shard_once(self, answer, world):

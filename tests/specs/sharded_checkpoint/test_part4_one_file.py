@@ -19,7 +19,10 @@ from specs.sharded_checkpoint.models import tied
 class TestPart4OneFile:
     @pytest.mark.works("save_whole", "contents")
     def test_one_file_holds_the_model_as_it_is_without_shards(self, answer, world, tmp_path):
-        """A file from before is replaced; ordinary tensors, all names, the weights to the bit."""
+        """A file from before is replaced; ordinary tensors, all names, the weights to the bit.
+
+        A hook leaves out a buffer of the state dict.
+        """
         path = tmp_path / "whole.pt"
         path.write_bytes(b"from before")
         want = world.run(answer, ranks_whole.save_whole_after, path, True)[0]
@@ -90,7 +93,7 @@ class TestPart4OneFile:
             cause = "it is written in place: half a file is there under its name"
             names = list(load_file(path)) if path.exists() else []
             check_equal(names, before, "names in the file", cause=cause)
-        extra = "save_whole", tmp_path, 1, "extra"
+        extra = "save_whole", tmp_path, 1, "get"
         ranks.check_alike(world.run(answer, ranks.fails_on_one, *extra))
 
     @pytest.mark.survives("save_whole", "whole")
@@ -102,7 +105,7 @@ class TestPart4OneFile:
         world.run(answer, ranks_whole.killed_save_whole, tmp_path)
 
     @pytest.mark.survives("load_whole", "together")
-    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "extra")])
+    @pytest.mark.parametrize(("bad_rank", "bad"), [(0, "not_there"), (1, "set"), (1, "get")])
     def test_every_rank_raises_where_one_fails(self, answer, world, tmp_path, bad_rank, bad):
         """The file is missing, as where a disk is not mounted, or extra state raises."""
         fails = ranks.fails_on_one, "load_whole", tmp_path, bad_rank, bad
