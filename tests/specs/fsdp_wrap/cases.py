@@ -19,6 +19,7 @@ from specs.fsdp_wrap.shapes import (
     dropping_in_eval_mode,
     dropping_twice,
     ending,
+    single_rows,
     timed,
 )
 
@@ -135,6 +136,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "meshes of steps": {
         "all ranks": Case(script=STEPS[:2]),
         "meshes of half of the ranks, then one of all": Case(half=True, script=STEP),
+        "the same, clipped": Case(half=True, script=STEP, step=CLIP),
     },
     "evaluation": {
         name: Case(DROP, wrap, script=EVALUATE, train=False)
@@ -173,6 +175,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "norm": {
         "tied, two groups": Case(SHAPES["tied in the root"], script=STEP, make_optimizer=in_groups),
         "frozen, trained later": Case(SHAPES["frozen"], script=("step", "thaw", "step")),
+        "a rank without rows": Case(single_rows, script=STEP),
     },
     "clip": {
         "clipped": Case(script=STEP, step=CLIP),

@@ -184,7 +184,7 @@ def _of_runs(got: dict[str, int], want: dict[str, int]) -> str:
             "a block with blocks inside is not run again: the outermost one is to be checkpointed"
         )
     if less and not more:
-        return "a block is not run again in backward: checkpoint=True is not followed here"
+        return "checkpoint=True is not followed here, or the model itself counts as an outer block"
     if more and not less and all(any(n.startswith(f"{o}.") for o in want) for n in more):
         return (
             "a block inside a checkpointed block is checkpointed itself, so it runs once too often"

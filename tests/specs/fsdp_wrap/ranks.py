@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.toys import mse
@@ -59,9 +60,17 @@ def window(rank: int) -> list[Batch]:
 
 
 def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
-    """It ends there: a call more would meet that of a rank that waits, and hide that it does."""
+    """It ends there: a call more would meet that of a rank that waits, and hide that it does. But
+    where none has any, each is refused by itself before.
+    """
+    if not any(counts):
+        _refuses_counts(answer, rank, counts, meshes(1)["shards"])
+    _refuses_counts(answer, rank, counts, mesh())
+
+
+def _refuses_counts(answer: Any, rank: int, counts: list[int], over: DeviceMesh) -> None:
     model = make().to(device())
-    optimizer = answer.wrap(model, mesh(), Block, momentum)
+    optimizer = answer.wrap(model, over, Block, momentum)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -69,8 +78,10 @@ def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
     check_raises(
         lambda: answer.train_step(model, (window(rank) * 2)[: counts[rank]], mse, optimizer),
         ValueError,
-        when=f"on every rank, where the ranks have {counts} micro-batches",
-        cause="ranks without any, or with other numbers than the others, are not seen on every one",
+        when=f"on every rank, where the ranks have {counts} micro-batches, on a mesh of size "
+        f"{over.size()}",
+        cause="ranks without any, also where there is one rank only, or with other numbers than "
+        "the others, are not seen on every one",
     )
     cause = "the work has begun before everything was checked, on every rank"
     check_untouched(before, model, optimizer, call="the refused call", cause=cause, clause=ERRORS)

@@ -72,7 +72,7 @@ REFUSED = {
     "an absent class": Bad(["Outer"], types=Outer),
     "one absent class of two": Bad(["Outer"], types=BOTH),
     "a class that only the root has": Bad(["Block"], lambda _, mesh: Block(5).to(mesh.device_type)),
-    "two blocks that share": Bad(["up.weight"], _between_blocks),
+    "two blocks that share what is frozen": Bad(["up.weight"], _between_blocks),
     "a block that shares with the root": Bad(["weight"], _block_and_root),
     "a module in two blocks": Bad(["norm."], _a_module_of_two_blocks),
     "a module in a block and the one inside": Bad(["weight"], _a_module_of_both, BOTH),

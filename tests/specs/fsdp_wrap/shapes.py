@@ -84,27 +84,45 @@ class Watched(nn.Module):
 
 class WatchedModel(nn.Module):
     """A watched block in another, which both get float32, as a buffer has made it; it notes what
-    they return, and what it computes itself.
+    they return, and what it computes itself, with a parameter or without.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_gain: bool = True) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(FEATURES))
         self.block = Watched(Watched())
-        self.gain = nn.Parameter(torch.ones(FEATURES))
+        self.gain = nn.Parameter(torch.ones(FEATURES)) if has_gain else None
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Any]) -> Any:
         shift = more["shifts"][0]["shift"]
         x = self.block(inputs * self.table, places, more=widened(more, self.table))
-        out = x * self.gain
+        out = x + torch.relu(inputs) if self.gain is None else x * self.gain
         self.seen = {
+            "input of the model": inputs.dtype,
             "what a block returns": x.dtype,
-            "weight in the root": self.gain.dtype,
+            "weight in the root": (out if self.gain is None else self.gain).dtype,
             "what the root computes": out.dtype,
             "keywords of the model": shift.dtype,
         }
         return {"out": (out, out + shift), "places": places}
+
+
+class Row(nn.Module):
+    """A block of a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(draw.randn(1, OUTPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.row)
+
+
+def single_rows() -> Shape:
+    """Every parameter has one row: only the first rank holds anything."""
+    draw.seed(4)
+    return nn.Sequential(nn.Linear(FEATURES, 1), Row()), Row
 
 
 def detached() -> Shape:

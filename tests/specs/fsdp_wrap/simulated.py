@@ -106,13 +106,13 @@ def books(
 
 
 def left_by_wrap(answer: Any, device: torch.device) -> int:
-    """Bytes of `wide`, with a parameter of the root itself, that live on when rank 0 of 8 has
-    wrapped it.
+    """Bytes of `wide`, with a parameter of the root itself under two names, that live on when rank
+    0 of 8 has wrapped it.
     """
     held: list[Any] = []
     with simulated_world(8, device) as mesh:
         model, kinds = wide()
-        model.direct = nn.Parameter(torch.ones(WIDE, WIDE))
+        model.direct = model.tied = nn.Parameter(torch.ones(WIDE, WIDE))
         model.to(device)
         before = bytes_of(model)
         wrap = functools.partial(answer.wrap, model, mesh, kinds, torch.optim.Adagrad)

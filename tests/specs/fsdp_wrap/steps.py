@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit.laws.checks import check_bar, check_equal, fail
+from kit.laws.checks import SpecFailure, check_bar, check_equal, fail
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import human
@@ -18,10 +18,11 @@ from kit.ranks.collectives import Collective, collectives
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block, data, make
-from specs.fsdp_wrap.cases import Still
+from specs.fsdp_wrap.cases import CHECKPOINT, KEPT, Still
 from specs.fsdp_wrap.simulated import check_whole, planned, show
 
 WIDTH, BLOCKS = 40, 3
+WRAPPED: dict[str, dict[str, Any]] = {"": {}, "checkpoint": CHECKPOINT, "kept": KEPT}
 
 
 class NoLoss(Exception):
@@ -37,14 +38,14 @@ def second_step(
     *,
     width: int = WIDTH,
     blocks: int = BLOCKS,
-    checkpoint: bool = False,
+    wrapped: str = "",
     classes: int = 0,
     again: bool = False,
     fails: bool = False,
     **options: Any,
 ) -> tuple[Account, list[Collective]]:
     """What rank 0 holds and calls in the second step, one of these micro-batches, or `again` with
-    the first one for the last.
+    the first one for the last; `wrapped` with the options WRAPPED of that name.
 
     With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory. If it
     `fails` the second loss raises, and a pass by hand follows.
@@ -53,7 +54,7 @@ def second_step(
         model = make(width, blocks).to(device)
         if classes:
             model.head = nn.Linear(width, classes).to(device)
-        optimizer = answer.wrap(model, mesh, Block, Still, checkpoint=checkpoint)
+        optimizer = answer.wrap(model, mesh, Block, Still, **WRAPPED[wrapped])
         window = [(x.to(device), y.to(device)) for x, y in data(samples, seed=0)]
         if again:
             window[-1] = window[0]
@@ -75,14 +76,20 @@ def second_step(
 
 
 def check_reductions(
-    calls: list[Collective], ranks: int, times: int, count: int = 3, blocks: int = BLOCKS
+    calls: list[Collective],
+    ranks: int,
+    times: int,
+    count: int = 3,
+    blocks: int = BLOCKS,
+    wrapped: str = "",
 ) -> None:
-    """Fail unless each unit is reduced so often, each gather is of a unit, and the rest is little,
-    in `count` micro-batches.
+    """Fail unless each unit is reduced so often, and gathered as often as in `count` steps of wrap,
+    one for each micro-batch; the rest is little.
     """
     __tracebackhide__ = True
     got = Counter(calls)
-    want = planned(lambda: (make(WIDTH, blocks), Block), ranks, reductions=times, passes=count)
+    shape, gathers = lambda: (make(WIDTH, blocks), Block), 1 if wrapped == "kept" else 2
+    want = planned(shape, ranks, gathers, reductions=times, passes=count)
     mine, true = (
         Counter({call: n for call, n in found.items() if call.kind == "reduce_scatter"})
         for found in (got, want)
@@ -91,11 +98,18 @@ def check_reductions(
     if mine.total() < true.total():
         cause = "a backward pass that should reduce gradients does not"
     check_equal(show(mine), show(true), "reductions by size", cause=cause)
+    if lacking := want - got:
+        raise SpecFailure(
+            f"in {count} micro-batches calls of {show(want)}",
+            f"without {show(lacking)}",
+            "a unit, that of the root perhaps, stays gathered for the next micro-batch",
+            clause=6,  # of train_step
+        )
     limit = 64 + 4 * len([*make(WIDTH, blocks).parameters()])
     for call in got - want:
         size = call.numel * call.dtype.itemsize
         if size > limit:
-            units = f"two gathers of each block, one of the root, and else at most {limit} B"
+            units = f"{gathers} gathers of each block, 1 of the root, and else at most {limit} B"
             cause = (
                 "a unit is gathered once too often"
                 if call in want

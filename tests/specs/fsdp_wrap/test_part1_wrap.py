@@ -53,8 +53,8 @@ class TestPart1Wrap:
             check_equal(whole, [], "parameters that are no DTensors", cause=cause)
             held = {p for group in optimizer.param_groups for p in group["params"]}
             missing = [n for n, p in model.named_parameters() if p not in held]
-            cause = "the optimizer holds the parameters of before, or some of them: what is frozen "
-            cause += "now may train later"
+            cause = "the optimizer holds the parameters of before, or some of them: not those "
+            cause += "without rows on this rank, or not what is frozen now may train later"
             check_equal(missing, [], "parameters that the optimizer lacks", cause=cause)
             model(torch.ones(2, FEATURES, device=device)).sum().backward()
             optimizer.step()
@@ -175,7 +175,8 @@ class TestPart1Wrap:
             plain=2 * shard_bytes(plain, 1) + scalars,
             reference=theirs,
             formula=f"2 x ({ROWS}) + scalars",
-            cause="something still has the parameters of before: a list, or another optimizer",
+            cause="something still has the parameters of before: a list, a table of names, or "
+            "another optimizer",
         )
 
     @pytest.mark.saves("wrap", "gathered")

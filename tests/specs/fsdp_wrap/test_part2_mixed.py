@@ -107,18 +107,19 @@ class TestPart2Mixed:
 
     @pytest.mark.survives("wrap", 5)
     @pytest.mark.parametrize(
-        ("given", "checkpoint"),
-        [(torch.float32, False), (torch.float64, True)],
-        ids=["fp32", "fp64-checkpoint"],
+        ("given", "checkpoint", "has_gain"),
+        [(torch.float32, False, True), (torch.float64, True, True), (torch.float32, False, False)],
+        ids=["fp32", "fp64-checkpoint", "fp32-bare_root"],
     )
     def test_units_cast_what_they_get_and_the_model_returns_float32(
-        self, answer, device, given, checkpoint
+        self, answer, device, given, checkpoint, has_gain
     ):
         """Integers above 256, as places are, have no value of their own in bfloat16. A block gets
-        what a float32 buffer has been multiplied into, also in a list of dicts.
+        what a float32 buffer has been multiplied into, also in a list of dicts. A root without
+        parameters computes too.
         """
         with simulated_world(8, device) as mesh:
-            model = WatchedModel().to(device)
+            model = WatchedModel(has_gain).to(device)
             answer.wrap(model, mesh, Watched, adamw, dtype=BF16, checkpoint=checkpoint)
             places = torch.tensor([[300], [301]], device=device)
             inputs = torch.ones(2, 5, dtype=given, device=device)
@@ -143,6 +144,8 @@ KEYWORDS = "only positional inputs are cast, or only those outside of dicts and 
 CAUSES = {
     "input of a block": "inputs reach a unit as they come, instead of being cast; a block's may be "
     "float32 where the root has computed with a buffer, or the block around it",
+    "input of the model": "the root's unit does not cast what it gets, which it computes with "
+    "before the first block, also where it has no parameters",
     "weight in a block": "parameters are gathered in float32",
     "keywords of a block": KEYWORDS,
     "keywords of the model": KEYWORDS,

@@ -31,19 +31,24 @@ class TestPart3TrainStep:
     @pytest.mark.exact("train_step", 6)
     @pytest.mark.parametrize(
         ("ranks", "options"),
-        [(64, {}), (8, {"checkpoint": True}), (8, {"samples": (1,) * 16, "blocks": 1})],
-        ids=["64", "checkpoint-8", "many-8"],
+        [
+            (64, {}),
+            (8, {"wrapped": "checkpoint"}),
+            (8, {"samples": (1,) * 16, "blocks": 1, "wrapped": "kept"}),
+        ],
+        ids=["64", "checkpoint-8", "many-kept-8"],
     )
     def test_reduces_every_unit_for_each_micro_batch(self, answer, device, ranks, options):
         """What else is sent does not grow with the number of micro-batches."""
         calls = second_step(answer, device, ranks, sync="each", max_norm=1.0, **options)[1]
         count = len(options.get("samples", "abc"))
-        check_reductions(calls, ranks, count, count, options.get("blocks", BLOCKS))
+        blocks, wrapped = options.get("blocks", BLOCKS), options.get("wrapped", "")
+        check_reductions(calls, ranks, count, count, blocks, wrapped)
 
     @pytest.mark.exact("train_step", "grad_norm")
     def test_the_norm_is_over_all_shards_of_all_ranks(self, answer, world):
         """sqrt(sum over ranks of the squares of their shards); tied once, frozen not at all; what
-        was frozen is trained later.
+        was frozen is trained later; a rank has no rows.
         """
         cause = "it is not over all shards of all ranks, or counts a parameter twice"
         hold(answer, world, "norm", cause=cause)
@@ -117,7 +122,8 @@ class TestPart3TrainStep:
         samples, blocks = 200, 3
 
         def most(module: ModuleType, blocks: int, checkpoint: bool) -> int:
-            options = {"blocks": blocks, "checkpoint": checkpoint, "width": 32}
+            wrapped = "checkpoint" if checkpoint else ""
+            options = {"blocks": blocks, "wrapped": wrapped, "width": 32}
             return second_step(module, device, 1, (samples,), **options)[0].most["activations"]
 
         limit = most(reference, 1, False) + (blocks - 1) * rounded(4 * samples * 32)
@@ -197,6 +203,8 @@ class TestPart3TrainStep:
     @pytest.mark.survives("train_step", 5)
     @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_counts_the_ranks_that_share_the_model(self, answer, world):
-        """Four ranks have one model; then 0 and 1 have one, 2 and 3 another, and all a third."""
+        """Four ranks have one model; then 0 and 1 have one, 2 and 3 another, and all a third; the
+        same with max_norm.
+        """
         cause = "all ranks of the job are counted, not those of the model's mesh"
         hold(answer, world, "meshes of steps", cause=cause)

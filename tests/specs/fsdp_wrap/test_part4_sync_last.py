@@ -31,11 +31,14 @@ class TestPart4SyncLast:
         world.run(answer, programs.accumulates)
 
     @pytest.mark.exact("train_step", 1)
-    def test_reduces_every_unit_once(self, answer, device):
-        """On 64 ranks, whatever the number of micro-batches, also if the last one is the first."""
-        many, options = (300,) * 40, {"blocks": 1, "sync": "last", "max_norm": 1.0}
-        calls = second_step(answer, device, 64, many, again=True, **options)[1]
-        check_reductions(calls, 64, 1, len(many), blocks=1)
+    @pytest.mark.parametrize(("wrapped", "count"), [("", 40), ("kept", 3)], ids=["plain", "kept"])
+    def test_reduces_every_unit_once(self, answer, device, wrapped, count):
+        """On 64 ranks, whatever the number of micro-batches, also if the last one is the first. The
+        gathers are those of a step for each.
+        """
+        many, options = (300,) * count, {"blocks": 1, "sync": "last", "max_norm": 1.0}
+        calls = second_step(answer, device, 64, many, again=True, wrapped=wrapped, **options)[1]
+        check_reductions(calls, 64, 1, count, 1, wrapped)
 
     @pytest.mark.saves("train_step", 1)
     def test_holds_one_set_of_whole_gradients(self, answer, reference, device):
