@@ -78,15 +78,23 @@ def clauses(gradients, step, passes, autocast, kept):
         ),
         "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
         "passes back": (passes, "backward passes are joined, missing, or under autocast"),
+        "random state": ("untouched", "a seed is set, or random numbers are drawn"),
         "gradients at": (gradients, "another divisor, or stale gradients are in it"),
         "losses that": ("untouched", "what loss_fn has returned is changed in place"),
         "loss": (gradients, loss),
+        "result of the call before": (
+            "Returns",
+            "it is changed by the next call: both have one tensor",
+        ),
         "result": ("Returns", loss),
         "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
         "grad_norm": ("clipping", "it is still scaled, clipped, or not over all that was trained"),
         "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),
         "a gradient of another": (step, "it is cleared, but is of another optimizer"),
-        "kept gradients": (kept, "gradients are left over, or cleared at another moment"),
+        "kept gradients": (
+            kept,
+            "gradients are of another loss, left over, or cleared at another moment",
+        ),
         "weights": (step, "another step was taken"),
         "optimizer state": (step, "another step was taken"),
         "optimizer groups": ("scheduler", "the schedule is ahead of the steps, or behind"),
@@ -96,7 +104,6 @@ def clauses(gradients, step, passes, autocast, kept):
         ),
         "schedule": ("scheduler", "the schedule advances at another time than with a step taken"),
         "buffers": ("untouched", "the model runs more than once, or in another mode"),
-        "random state": ("untouched", "a seed is set, or random numbers are drawn"),
     }
 
 
@@ -126,7 +133,7 @@ def _epoch(answer, w):
 
 
 A_WINDOW = clauses("gradients", "step", "passes", 4, "step")
-OF_TOKENS = clauses("divisor", "window", "window", 4, "window")
+OF_TOKENS = clauses("divisor", "", "window", 4, "")
 ACCUMULATED = law(
     _accumulate, oracle.accumulate, partial(regression, 9, 1, 4), WINDOW_FREE, A_WINDOW
 )

@@ -6,7 +6,7 @@ from collections import namedtuple
 import torch
 import torch.nn.functional as F
 
-from kit.laws.trace import Planted, PlantedInterrupt, autocast_on
+from kit.laws.trace import Planted, PlantedInterrupt, autocast_on, described
 
 Window = namedtuple("Window", "loss grad_norm skipped")
 
@@ -14,7 +14,7 @@ Window = namedtuple("Window", "loss grad_norm skipped")
 def retried(call, w):
     """The call; in a world of this kind the next one, after a good one or the planted error."""
     if "twice" in w.tags:
-        call()
+        before = call()
         w.visits("next window")
     try:
         return call()
@@ -24,6 +24,9 @@ def retried(call, w):
             w.notes["error"] = f"{anew}{error!r}"
         if "retried" not in w.tags or not isinstance(error, (Planted, PlantedInterrupt)):
             raise
+    finally:
+        if "twice" in w.tags:
+            w.notes["result of the call before"] = described(before)
     w.tags.discard("planted")
     return call()
 

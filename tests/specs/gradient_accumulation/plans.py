@@ -65,6 +65,7 @@ GROUPS = {
             UNEVEN, (of_tokens.hundreds,), ignore_index=255
         ),
     },
+    "two windows": {"two windows in a row": Plan(UNEVEN, (tag("twice"),))},
     "no labels": {
         "rank 0 without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
@@ -191,6 +192,10 @@ FOUND = {
     "gradients at": (
         "divisor",
         "another divisor than the tokens of all, or DDP's hooks are passed by",
+    ),
+    "result of the call before": (
+        "Returns",
+        "it is changed by the next call: both have one tensor",
     ),
     "result": ("Returns", "it is no share of the mean over the tokens of all ranks"),
     "output for": (5, "the caller's autocast keeps copies of older weights"),

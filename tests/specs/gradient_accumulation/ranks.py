@@ -14,6 +14,7 @@ from kit.laws.mentions import missing
 from kit.laws.trace import Planted, observe
 from kit.private_torch import data_version
 from kit.ranks.collectives import collectives
+from kit.ranks.simulated import simulated_world
 from specs.gradient_accumulation import memory, oracle
 from specs.gradient_accumulation.plans import CPU, NAMED, PLANS, UNREADABLE, scenario
 from specs.gradient_accumulation.tokens import UNEQUAL, labelled, language_model
@@ -130,6 +131,24 @@ def sent(answer, rank):
         "order": order,
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
+
+
+def as_it_is(group, bucket):
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def sent_first_of_many(answer):
+    """How many numbers each call sends that one of 16 ranks makes before its first forward pass."""
+    with simulated_world(16, CPU), collectives() as calls:
+        inner = language_model()
+        model, before, seen = DDP(inner), len(calls), []
+        model.register_comm_hook(None, as_it_is)  # a simulated call has no result for DDP
+        model.register_forward_pre_hook(lambda *_: seen.append([*calls[before:]]))
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        answer.accumulate_on_ranks(model, labelled(UNEQUAL), optimizer)
+    return [call.numel for call in seen[0]]
 
 
 def peak(answer, rank, case):

@@ -99,6 +99,12 @@ class OutOfMemory(torch.OutOfMemoryError):
         return "CUDA out of memory"
 
 
+class PlantedValueError(ValueError):
+    """As what is refused, and yet it comes from elsewhere."""
+
+    words = "the ValueError that this scenario raises"
+
+
 class Checkpointed(nn.Tanh):
     """Runs again in the backward pass, in the older way that libraries still have."""
 
@@ -220,7 +226,11 @@ LOSS_OF_ANOTHER = (
     "a loss whose parameters another optimizer holds",
     gradient_of_another(of_loss=True),
 )
-NO_GRADIENT = ("a parameter without a gradient", unused)
+FUSED = put(sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "fused": True})
+NO_GRADIENT = [
+    ("a parameter without a gradient", unused),
+    ("a parameter without a gradient, a fused optimizer", unused, FUSED),
+]
 FOREIGN = [
     ("a frozen parameter", twists.frozen, twists.stale, tag("frozen")),
     ("a foreign parameter", foreign, tag("foreign")),
@@ -244,6 +254,7 @@ AUTOCAST = [
 def failing(**places):
     """Errors of all kinds, at such a visit of model, loss, backward pass, step or data."""
     kinds = {"an error": Planted, "Ctrl-C": PlantedInterrupt, "out of memory": OutOfMemory}
+    kinds["a ValueError"] = PlantedValueError
     for (place, at), (kind, error) in itertools.product(places.items(), kinds.items()):
         yield f"{kind} in the {place} at {at}", trained_before, fails(place, at, error)
 

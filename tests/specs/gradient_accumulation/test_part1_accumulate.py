@@ -86,7 +86,7 @@ class TestPart1Accumulate:
     @ACCUMULATED.spec()
     def test_does_not_step_what_gets_no_gradient(self):
         """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""
-        yield scenarios.NO_GRADIENT
+        yield from scenarios.NO_GRADIENT
 
     @pytest.mark.survives("accumulate", 2)
     @ACCUMULATED.spec()

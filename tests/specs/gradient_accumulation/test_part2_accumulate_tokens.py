@@ -116,7 +116,7 @@ class TestPart2AccumulateTokens:
     @pytest.mark.survives("accumulate_tokens", 4)
     @TOKENS.spec()
     def test_other_parameters_and_errors_are_as_in_accumulate(self):
-        yield scenarios.NO_GRADIENT
+        yield from scenarios.NO_GRADIENT
         yield from scenarios.FOREIGN
         yield from scenarios.ERRORS
         yield from scenarios.AUTOCAST

@@ -125,7 +125,8 @@ class TestPart3TrainEpoch:
     @pytest.mark.survives("train_epoch", 1)
     @EPOCH.spec()
     def test_parameters_without_a_gradient_and_those_of_others_stay(self):
-        yield "a parameter without a gradient, clipped", unused, HALF
+        for name, *row in scenarios.NO_GRADIENT:
+            yield f"{name}, clipped", *row, HALF
         yield "a frozen parameter", twists.frozen, twists.stale, HALF
         yield "a layer that joins after the first window", twists.joins, HALF
         yield "a foreign parameter", foreign, HALF, scenarios.tag("foreign")

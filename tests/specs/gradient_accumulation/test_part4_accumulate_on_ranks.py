@@ -53,6 +53,10 @@ class TestPart4AccumulateOnRanks:
         """
         ON_RANKS.hold_on(world, answer, "divisor")
 
+    @pytest.mark.exact("accumulate_on_ranks", "Returns")
+    def test_a_share_that_is_kept_is_not_changed_by_the_next_window(self, answer, world):
+        ON_RANKS.hold_on(world, answer, "two windows")
+
     @pytest.mark.exact("accumulate_on_ranks", 5)
     def test_old_gradients_and_autocast_are_as_in_accumulate(self, answer, world):
         ON_RANKS.hold_on(world, answer, "older")
@@ -86,6 +90,10 @@ class TestPart4AccumulateOnRanks:
         once = "`model`, the DDP itself, is called once in all, and not for each micro-batch"
         known = {once: order[-2:]}
         check_equal(yours["order"], order, "order of passes", cause=cause, suspects=known)
+        few = [number <= 8 for number in ranks.sent_first_of_many(answer)]
+        what = "whether a call before the first forward pass sends at most 8 numbers, of 16 ranks"
+        cause = "the call before the first forward pass has a number for each rank"
+        check_equal(few, [True], what, cause=cause)
 
     @pytest.mark.saves("accumulate_on_ranks", "memory")
     @memory.CASES

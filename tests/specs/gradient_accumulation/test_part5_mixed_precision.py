@@ -111,7 +111,7 @@ class TestPart5MixedPrecision:
         )
 
     @pytest.mark.works("scaled_lr", "linear")
-    @follows("the ratio is upside down or whole numbers only, or the rules are exchanged")
+    @follows("the ratio is upside down or whole, the rules are exchanged, or the rate is rounded")
     def test_the_rate_grows_as_the_batch(self):
         """Goyal et al.: 0.1 for 256 is 3.2 for 8192."""
         yield "0.1 at 256 to 8192", 3.2, 0.1, 256, 8192, "linear"
@@ -119,15 +119,17 @@ class TestPart5MixedPrecision:
         yield "0.1 at 256 to 65,536", 25.6, 0.1, 256, 65536, "linear"
         yield "0.1 at 1 to 3", 0.3, 0.1, 1, 3, "linear"
         yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
+        yield "2e-6 at 512 to 3", 1.171875e-8, 2e-6, 512, 3, "linear"
         yield "3e-20 at 1 to 7", 2.1e-19, 3e-20, 1, 7, "linear"
         with simulated_world(4, torch.device("cpu")):
             yield "0.1 at 256 to 8192, on one of 4 ranks", 3.2, 0.1, 256, 8192, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
-    @follows("the ratio is upside down or whole numbers only, or the rules are exchanged")
+    @follows("the ratio is upside down or whole, the rules are exchanged, or the rate is rounded")
     def test_the_rate_grows_as_the_root_of_the_batch(self):
         yield "0.6 at 4 to 9", 0.9, 0.6, 4, 9, "sqrt"
         yield "0.1 at 256 to 65,536", 1.6, 0.1, 256, 65536, "sqrt"
+        yield "1e-6 at 65,536 to 9", 1.171875e-8, 1e-6, 65536, 9, "sqrt"
         yield "1.6 at 65,536 to 256", 0.1, 1.6, 65536, 256, "sqrt"
 
     @pytest.mark.exact("train_epoch", 3)
