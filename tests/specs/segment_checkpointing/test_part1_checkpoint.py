@@ -195,9 +195,9 @@ class TestPart1Checkpoint:
         w.check_bytes("peak of 4 in a row", peak, calls, limit, formula, cause)
 
     @pytest.mark.saves("checkpoint", "freed")
-    @pytest.mark.parametrize("kind", [1, 2, "one of two dropped"])
+    @pytest.mark.parametrize("kind", [1, 2, "one of two dropped", "with data and indices"])
     def test_the_backward_pass_frees_what_was_kept(self, answer, reference, device, kind):
-        """Bar: the output, which is still in hand, + 8 KiB. The argument has 32 KiB.
+        """Bar: the output, which is still in hand, + 8 KiB. Arguments have 32 or 64 KiB.
 
         Of two outputs one is not used: the argument may wait for it, but no inside of 64 KiB. If it
         was dropped, nothing may.
@@ -293,10 +293,13 @@ def check_freed(answer, reference, device, kind):
     known = w.zero_grads(model, other, x)
     outputs = 2 if kind == 2 else 1
     both = lambda a: (model(a), other(a))  # noqa: E731
+    mixed = lambda a, data, rows: model((a * data).gather(0, rows))  # noqa: E731
 
     def left(call, kept):
         if kind in (2, "one of two dropped"):
             kept += call(both, x * 2)[:outputs]
+        elif kind == "with data and indices":
+            kept.append(call(mixed, x * 2, x.detach() * 2, x.argsort(0)))
         else:
             kept.append(call(model, x * 2))
         loss = w.loss_of(kept[0])

@@ -1,6 +1,7 @@
 """The second run sees what the first one saw: random numbers, autocast, arguments, results."""
 
 from functools import partial, reduce
+from operator import setitem
 
 import numpy as np
 import pytest
@@ -35,6 +36,8 @@ class TestPart2SecondRun:
         yield "gradients with noise", lambda c: c(layers[1], c(layers[0], x))
         evaluated = lambda c: (w.loss_of(c(fresh.eval(), x)).backward(), c(fresh.train(), x))[1]  # noqa: E731
         yield "evaluated, then trained", evaluated
+        forked = torch.random.fork_rng()(lambda a: layers[1](a))
+        yield "a function that puts the stream back itself", lambda c: c(forked, x)
 
         def seeded_twice(call):
             draw.seed(8)
@@ -85,6 +88,8 @@ class TestPart2SecondRun:
         bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
         # pytorch#112583: in torch 2.6 a copy without a graph is found.
         yield "a weight inside and outside", bfloat16(lambda c: cast(c(cast, bits)))
+        with w.unusual_modes():
+            yield "other modes of torch than usual", block(torch.bfloat16)(lambda c: c(model, x))
 
     @pytest.mark.exact("checkpoint", "result")
     @w.as_plain("a result is of another kind, or another object, or gets the gradient of another")
@@ -131,6 +136,19 @@ class TestPart2SecondRun:
         change = lambda item: (item.mul_(2)[1].add_(1), item)[1]  # noqa: E731
         yield "a slice changed in place", all_of(lambda x: (x * v)[1:], change)
         yield "two of them changed in place", all_of(lambda x: (x * v, x + v), change)
+
+    @pytest.mark.exact("checkpoint", "args")
+    @w.as_plain("what is no tensor comes as a copy: what the function writes into it is lost")
+    def test_what_the_function_writes_into_an_argument_is_there(self):
+        x = w.leaf(5)
+        write = lambda a, place: (setitem(place, 0, 7), a.sin())[1]  # noqa: E731
+
+        def writes_into(make):  # a new one for each call
+            return lambda call: call(write, x, place := make()) * float(place[0])
+
+        yield "a list", writes_into(lambda: [0])
+        yield "a dict", writes_into(lambda: {0: 0})
+        yield "an array", writes_into(lambda: np.zeros(1))
 
     @pytest.mark.saves("checkpoint", 3)
     def test_nested_checkpoints_save_at_both_levels(self, answer, reference, device):

@@ -87,6 +87,8 @@ class TestPart3Segments:
         mixed[2].eval()
         yield "some layers in eval mode", mixed, x, 2
         yield "1,200 layers in 1,200 segments", [nn.Tanh()] * 1200, x, 1200
+        with w.unusual_modes():
+            yield "other modes of torch than usual", mixed, x, 4
 
     @pytest.mark.works("run_in_segments", "written here")
     def test_segments_are_not_torchs_own(self, answer, device):

@@ -101,11 +101,14 @@ class TestPart4Snapshots:
 
     @pytest.mark.works("backward_with_snapshots", "Returns")
     def test_returns_the_loss_without_its_graph(self, answer, device):
-        layers, x = w.chain(5, device)[0], draw.randn(13, 5, device=device)
-        loss = answer.backward_with_snapshots(layers, x, w.loss_of, 2)
-        cause = "the loss is returned with its graph, which keeps the last layer's activations"
-        what = "requires_grad and dimensions of the loss"
-        check_equal((loss.requires_grad, loss.dim()), (False, 0), what, cause=cause)
+        for dtype in (torch.float32, torch.float64):
+            layers, x = w.chain(5, device)[0].to(dtype), draw.randn(13, 5, device=device)
+            loss = answer.backward_with_snapshots(layers, x.to(dtype), torch.mean, 2)
+            cause = "the loss is returned with its graph, which keeps the last layer's activations"
+            what = "requires_grad and dimensions of the loss"
+            check_equal((loss.requires_grad, loss.dim()), (False, 0), what, cause=cause)
+            cause = "it is cast, or made anew from a number: detach() keeps the dtype"
+            check_equal(loss.dtype, dtype, "dtype of the loss", cause=cause)
 
     @pytest.mark.exact("fewest_extra_steps", "snapshots")
     @counts("snapshots are spread evenly, or the place of one that is done is not used again")
@@ -125,6 +128,8 @@ class TestPart4Snapshots:
         yield "a loss that draws", layers, x, 2, WithHead(5, 3)
         layers[3].linear.weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
         yield "gradients with noise", layers, x, 2
+        layers[2].forward = torch.random.fork_rng()(layers[2].forward)
+        yield "a layer that puts the stream back itself", layers, x, 2
 
     @pytest.mark.exact("backward_with_snapshots", "gradients")
     @pytest.mark.filterwarnings("ignore:None of the inputs")
@@ -277,6 +282,8 @@ class TestPart4Snapshots:
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast(x.device.type, dtype):
                 yield f"{dtype}, with a head in the loss", layers, x, 2, WithHead(5, 3)
+        with w.unusual_modes(), torch.autocast(x.device.type, torch.bfloat16):
+            yield "other modes of torch than usual", layers, x, 2
 
     @pytest.mark.survives("backward_with_snapshots", 2)
     @as_plain_backward("a call within a call for each snapshot: Python allows about 1,000")
