@@ -220,6 +220,7 @@ class TestPart1TrainStep:
         yield "a gradient of 1e30", huge(1e30)
         clipped = option(max_norm=3.0), put(sgd={"lr": 0.5}), twists.scaled(init_scale=1.0)
         yield "a gradient of 1e30, clipped", huge(1e30), *clipped
+        yield "gradients whose norm is no float32, clipped", huge(3e38), *clipped
 
     @pytest.mark.survives("train_step", 4)
     @in_each_precision

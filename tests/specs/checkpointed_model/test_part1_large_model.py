@@ -1,5 +1,6 @@
 """A model with a checkpoint for each block: values, runs, the same bits, and bytes."""
 
+import copy
 from functools import partial
 from itertools import product
 from math import nan
@@ -245,6 +246,9 @@ class TestPart1LargeModel:
         for size in (1, 2):
             pair = seldom(size=size), large(size=size, before=_updated_but_one)
             yield f"a weight that is updated less often than others, segments of {size}", *pair
+            copied = partial(large, size=size, before=copy.deepcopy)
+            name = f"a weight of a deep copy, segments of {size}"
+            yield name, copied(spoil=changes["a weight"]), copied()
         held = []
 
         def spoilt_between(loss):

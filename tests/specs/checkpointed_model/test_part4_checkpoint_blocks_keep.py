@@ -236,8 +236,9 @@ class TestPart4CheckpointBlocksKeep:
     def test_notices_a_change_of_what_is_held(self):
         rows = (5, WIDTH)  # of more dimensions nn.Linear may return a view of what is held
         for keep in (DEAR, [NORM]):  # a norm has several results
-            inside = chain(lambda: [Written()], shape=rows)
-            yield f"changed in the block, {keep[0]}", inside, "or an error", 2, keep
+            for when, step in {"": {}, " under autocast": {"outer": autocast(HALVES[0])}}.items():
+                inside = chain(lambda: [Written()], shape=rows, step=step)
+                yield f"changed in the block{when}, {keep[0]}", inside, "or an error", 2, keep
             later = chain(lambda: [Written(rate=0)], shape=rows, call=doubled)
             yield f"changed later, {keep[0]}", later, "or an error", 2, keep
         yield "a second result, changed", chain(lambda: [Routed()]), "or an error", 2, [TOPK]

@@ -165,6 +165,8 @@ class TestPart5MixedPrecision:
         yield "a NaN gradient at 7", gradient(math.nan, 7), twists.trained_before
         yield "an infinite gradient, and dropout", twists.insert(nn.Dropout), gradient(math.inf)
         yield "an infinite gradient of another optimizer", gradient_of_another(math.inf), HALF
+        many = lambda w: setattr(w, "batches", w.batches * 4)  # noqa: E731
+        yield "many overflows in succession", many, twists.scaled(init_scale=2.0**60)
         yield "learning rate 0", put(sgd={"lr": 0.0, "momentum": 0.9})
         yield "a fused optimizer", *fused, gradient(math.inf, 4), twists.trained_before
         yield "an infinite loss with finite gradients", put(loss=lambda *of: mse(*of) + math.inf)
@@ -175,6 +177,7 @@ class TestPart5MixedPrecision:
         ("case", "dtype"),
         [
             pytest.param("activations", torch.bfloat16, id="activations-bf16"),
+            pytest.param("activations", torch.float16, id="activations-fp16"),
             pytest.param("gradients", torch.float16, id="gradients-fp16"),
             pytest.param("wide_output", torch.bfloat16, id="wide_output-bf16"),
         ],

@@ -155,7 +155,8 @@ class TestPart1StateBytes:
         yield "a slice without elements", (0, 0, 4 * 50, 0), with_buffers(none=torch.zeros(50)[:0])
         yield "a weight", (4 * 8 * 4 + 4 * 4, 0, 0, 0), (model := nn.Linear(8, 4))
         model.weight.untyped_storage().resize_(0)
-        yield "the same weight, freed by FSDP", (4 * 4, 0, 0, 0), model
+        model.weight.grad = torch.zeros(4, 8)
+        yield "the same weight, freed by FSDP", (4 * 4, 4 * 8 * 4, 0, 0), model
 
     @pytest.mark.survives("state_bytes", 2)
     @counts("what lies deep in the state, or under a key that is no parameter, is not looked at")
@@ -200,7 +201,7 @@ class TestPart1StateBytes:
         check_equal(left, [0.1, 0.2], "what an iterator in the state still gives", cause=cause)
         optimizer.state.pop("rates", None)
         before.check_unchanged(
-            "the count", cause="a step is taken, gradients cleared, or state made"
+            "the count", cause="a step is taken, gradients are cleared, or state is made"
         )
 
     @pytest.mark.survives("state_bytes", "Raises")

@@ -111,6 +111,7 @@ class TestPart2SavedBytes:
         table, large = torch.ones(6, 50), torch.ones(500, 6, dtype=torch.float64)
         yield "two halves", 4 * 6 * 50, lambda: [w * half[:, 0] for half in table.chunk(2, 1)]
         yield "one row of a large tensor", 8 * 500 * 6, lambda: w * large[:1]
+        yield "one number of it", 8 * 500 * 6, lambda: w.double() * large[0, 0]
         layer, there = nn.Linear(6, 3, device="meta"), leaf(5, 6, device="meta")
         yield "on meta", 4 * 5 * (6 + 3), lambda: layer(there).tanh(), layer
         yield "an expanded row", 4 * 6, lambda: w * row.expand(40, 6)

@@ -26,6 +26,11 @@ def floats(kib, **options):
     return torch.ones(kib * KIB // 4, **options)
 
 
+@torch.library.custom_op("memory_katas::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
 def told(got, want):
     """What it means where one of the three is off by just another one."""
     if isinstance(got, str):
@@ -250,6 +255,10 @@ class TestPart3PeakMemory:
         yield "complex numbers", (0, 8, 8), lambda: kept.append(new(dtype=torch.complex64))
         halves = lambda: kept.append(torch.unbind_copy(x.view(2, -1)))  # noqa: E731
         yield "two results", (2, 2, 2), halves, [x]
+        far, home = torch.ones(KIB, device="meta"), x.device
+        made = lambda: kept.append(torch.empty_like(far, device=home))  # noqa: E731
+        yield "a tensor here, of one elsewhere", (0, 4, 4), made
+        yield "an operation of one's own", (2, 2, 2), lambda: kept.append(twice(x)), [x]
         yield "a list as a tensor", (0, 4, 4), lambda: kept.append(torch.tensor([1.0] * KIB))
         single = (4 if x.is_cpu else 512) / KIB
         yield "a number", (0, single, single), lambda: kept.append(torch.zeros(()))

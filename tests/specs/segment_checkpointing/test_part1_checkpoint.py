@@ -250,6 +250,9 @@ class TestPart1Checkpoint:
         change = lambda a, b, xs: {"y": model(a.add_(xs[0]) + b)}  # noqa: E731
         with torch.no_grad():
             yield "no_grad, and all that is refused", lambda c: c(change, x * 1, x, [x])["y"]
+            fixed, head = w.probed(nn.Linear(5, 5)).eval(), torch.enable_grad()(nn.Linear(5, 5))
+            data = w.data(3, 5)
+            yield "in eval mode, and then a head", lambda c: head(c(fixed, data))
 
     @pytest.mark.survives("checkpoint", 6)
     @pytest.mark.filterwarnings("ignore:Using backward")

@@ -161,6 +161,9 @@ class TestPart2Tensors:
         hidden |= {"list, of data": [data], "list, of indices": [x.argsort()]}
         hidden |= {"list, of parameters": [weight], "dict": {"x": data}, "dict in a list": [{1: x}]}
         hidden |= {"OrderedDict": OrderedDict(x=x), "defaultdict": defaultdict(list, x=[x])}
+        answer.checkpoint(lambda a, _: a * 2, x, grows := [1])
+        grows.append(data)
+        hidden["list that was given before, without it"] = grows
         hidden["dict of one's own"] = type("Batch", (dict,), {})(x=weight)
         for name, given in hidden.items():
             call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)

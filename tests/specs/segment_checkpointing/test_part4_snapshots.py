@@ -156,6 +156,8 @@ class TestPart4Snapshots:
         layers = w.chain(6, x.device)[0]
         layers[2], layers[3] = w.Applied(torch.fft.fft), w.Applied(torch.abs)
         yield "complex numbers between", layers, x, 2
+        masked = lambda out: w.loss_of(out) * 0  # noqa: E731
+        yield "a gradient of zero", w.chain(5, x.device)[0], w.leaf(13, 5), 2, masked
         doubles = w.chain(5, x.device)[0].double(), w.leaf(13, 5, dtype=torch.float64)
         yield "float64", *doubles, 2, torch.mean
         for at in (0, 2):
