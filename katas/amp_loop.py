@@ -1,7 +1,7 @@
 """AMP loop: mixed precision without losing a gradient or a byte.
 
-    untouched  modes, hooks, training flags and values of data stay as they were, after an error
-               too; no seed is set
+    untouched  modes, hooks and training flags stay as they were, after an error too; nothing is
+               written to data, and no seed is set
     errors     ValueError unless it says otherwise; each names the offending value, and comes before
                any change
 
@@ -280,4 +280,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 3b988d6d4f22
+# untouched stub df8ce09fde87
