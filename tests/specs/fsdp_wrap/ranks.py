@@ -29,7 +29,9 @@ def keeps_values(answer: Any, rank: int) -> None:
             for module, third in ((model, torch.float64), (block, torch.float32)):
                 module.register_buffer("third", torch.tensor(1 / 3, dtype=third))
             want, trained = weights(model), [p.requires_grad for p in model.parameters()]
-            answer.wrap(model.to(device()).eval(), mesh(), kinds, momentum, dtype=dtype)
+            model.to(device()).eval()
+            block.train()
+            answer.wrap(model, mesh(), kinds, momentum, dtype=dtype)
             what = f"of the model {name} after wrap with {dtype}"
             cause = "the values, or their digits, or their dtype, get lost, or names change"
             check_equal(weights(model), want, f"values {what}", cause=cause)
@@ -46,7 +48,10 @@ def accumulates(answer: Any, rank: int) -> None:
         optimizer = answer.wrap(model, over, Weigh, Still, dtype=torch.bfloat16)
         values = [512.0] + [1.0] * 7
         window = [(torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values]
-        answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
+        out = answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
+        kinds, cause = [type(number).__name__ for number in out], "a DTensor is returned"
+        what = f"types of loss and grad_norm, on a mesh of size {over.size()}"
+        check_equal(kinds, ["Tensor"] * 2, what, cause=cause, clause="grad_norm")
         got = gradients(model)
         want, lost = (dict.fromkeys(got, torch.full((3,), n / 8)) for n in (519, 512))
         cause = "gradients are added up, or reduced, in bfloat16"
@@ -99,9 +104,10 @@ def refuses_arguments(answer: Any, rank: int) -> None:
     for (module, optimizer), options, word in cases:
         before = local_state(module, optimizer)
         shown = "".join(f"{k}={v!r}" for k, v in options.items())
+        pairs = window(rank)[: 1 if options.get("sync") == "first" else 2]
         cause = f"{shown} is taken for something else"
         check_raises(
-            functools.partial(answer.train_step, module, window(rank), mse, optimizer, **options),
+            functools.partial(answer.train_step, module, pairs, mse, optimizer, **options),
             ValueError,
             mentions=[word],
             when=f"where {shown or 'the model is not sharded'}",

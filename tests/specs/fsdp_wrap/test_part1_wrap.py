@@ -216,7 +216,7 @@ class TestPart1Wrap:
     @pytest.mark.saves("wrap", 1)
     @pytest.mark.parametrize(
         ("shape", "options"),
-        [(tall, {}), (tall, KEPT), (nested, KEPT)],
+        [(simulated.in_a_dict, {}), (tall, KEPT), (nested, KEPT)],
         ids=["given_back", "kept", "kept-nested"],
     )
     def test_a_forward_alone_leaves_nothing_gathered(
