@@ -90,7 +90,8 @@ def train_step(
         1. Parameters without a gradient in this step are not stepped.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
-        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and can be clipped.
+        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. Clipping
+           may be torch's own.
         4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.

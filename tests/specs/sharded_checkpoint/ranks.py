@@ -260,6 +260,8 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | No
     for number in range(5 if name == "save_whole" else 0):  # rank 0 alone needs a copy
         model.register_buffer(f"more{number}", torch.zeros_like(model.blocks[0].up.weight))
         model.blocks[number].again = model.blocks[number].up  # tied: a second name for each weight
+    if name == "save_whole":  # several in one module
+        model.own = nn.ParameterList(torch.zeros_like(model.blocks[0].up.weight) for _ in range(4))
     model, optimizer = trained(model)
     optimizer.zero_grad()
     call = {

@@ -62,7 +62,8 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
             error = error_of(lambda into=found: into.append(answer.load(folder, model, optimizer)))
             got, what, clause = [*found, error][0], "step of the newest checkpoint", ""
             if ASIDE in str(got):
-                cause, clause = "a name counts that only looks like a checkpoint's", "folder"
+                clause = "folder"
+                cause = "a name counts that only looks like a checkpoint's, or lies deeper"
             check_equal(got, number, what, cause=cause, clause=clause)
             dist.barrier()
         for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
@@ -80,10 +81,14 @@ def _plant(folder: Path) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """A copy of what has 10 in its name, under a name that looks like a later checkpoint's."""
+    """Copies of what has 10 in its name: under a name that looks like a later checkpoint's, and
+    under such a name itself, but in a folder of another run.
+    """
+    (other := folder / "other run").mkdir()
     for path in [*folder.glob("*10*")]:
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, folder / path.name.replace("10", f"{ASIDE}-mine"))
+        copy(path, other / path.name.replace("10", ASIDE))
 
 
 def _turn_times(folder: Path) -> None:

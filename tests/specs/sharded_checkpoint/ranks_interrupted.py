@@ -1,4 +1,4 @@
-"""What runs on every rank: programs for the specs of interrupted saves."""
+"""What runs on every rank: programs for the specs of interrupted saves, extra state too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from kit.laws.checks import check, check_equal
 from kit.ranks.disk import Copies, before_each_write, different, no_room
-from specs.sharded_checkpoint.models import move, of_all, small, state
+from specs.sharded_checkpoint.models import Stubborn, move, of_all, small, state
 from specs.sharded_checkpoint.ranks import error_of
 
 States = dict[int, dict[str, Any]]  # what was saved, by step
@@ -28,7 +28,7 @@ IN_THE_WAY = "what is left of such a save is taken for a checkpoint, or gets int
 def check_loads(answer: Any, folder: Path, saved: States, when: str, cause: str) -> int:
     """Load one of these checkpoints, and nothing else; its step."""
     __tracebackhide__ = True
-    model, optimizer = small(seed=9)
+    model, optimizer = small(seed=9, kind=Stubborn)
     got: list[Any] = []
     error = error_of(lambda: got.append(answer.load(folder, model, optimizer)))
     step: Any = got[0] if got else error
@@ -41,7 +41,7 @@ def check_loads(answer: Any, folder: Path, saved: States, when: str, cause: str)
 
 def _begun(answer: Any, folder: Path) -> tuple[nn.Module, Optimizer, States]:
     """Step 1 is saved, and training has gone on."""
-    model, optimizer = small()
+    model, optimizer = small(kind=Stubborn)
     answer.save(folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
     move(model, optimizer)
@@ -141,7 +141,7 @@ def loads_each(answer: Any, rank: int, found: Iterable[Found], goes_on: bool = F
     for when, folder, saved, cause in found:
         step = check_loads(answer, folder, saved, when, cause)
         if goes_on:
-            model, optimizer = small(seed=5)
+            model, optimizer = small(seed=5, kind=Stubborn)
             answer.save(folder, model, optimizer, step + 1)
             new = {step + 1: state(model, optimizer)}
             check_loads(answer, folder, new, f"{when}, and the next save", IN_THE_WAY)
