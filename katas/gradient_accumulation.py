@@ -3,8 +3,8 @@
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
 all, no mean of means.
 
-    untouched  modes, hooks and training flags, after an error too; data is not written to, and no
-               seed set
+    untouched  modes, hooks and training flags, after an error too; data is not written to; no seed
+               is set
     errors     ValueError, before any change; the message names the offending value, or what is in
                parentheses
 """
@@ -229,4 +229,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 9cf9262c9e13
+# untouched stub cf3c557688f4

@@ -3,8 +3,8 @@
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
 all, no mean of means.
 
-    untouched  modes, hooks and training flags, after an error too; data is not written to, and no
-               seed set
+    untouched  modes, hooks and training flags, after an error too; data is not written to; no seed
+               is set
     errors     ValueError, before any change; the message names the offending value, or what is in
                parentheses
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.laws.trace import Described, Planted, PlantedInterrupt
+from kit.laws.trace import Described
 
 # Factors that are told as "1/3" or "64"; others are told as a number.
 _LARGEST_DIVISOR = 64
@@ -55,7 +55,7 @@ _ROOT = 1.8e19
 
 def certain(got: object, want: object, what: str = "") -> str | None:
     """What is certain of a difference, whatever the answer does; `what` differs, in words."""
-    if what == "outcome" and want in (Planted.words, PlantedInterrupt.words) and got != want:
+    if what == "outcome" and "this scenario" in str(want) and got != want:  # a planted error
         if got == "returns":
             return "the error that comes is kept back"
         return "the error that comes is caught, and another one is raised"

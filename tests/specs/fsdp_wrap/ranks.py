@@ -48,10 +48,7 @@ def accumulates(answer: Any, rank: int) -> None:
         optimizer = answer.wrap(model, over, Weigh, Still, dtype=torch.bfloat16)
         values = [512.0] + [1.0] * 7
         window = [(torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values]
-        out = answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
-        kinds, cause = [type(number).__name__ for number in out], "a DTensor is returned"
-        what = f"types of loss and grad_norm, on a mesh of size {over.size()}"
-        check_equal(kinds, ["Tensor"] * 2, what, cause=cause, clause="grad_norm")
+        answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
         got = gradients(model)
         want, lost = (dict.fromkeys(got, torch.full((3,), n / 8)) for n in (519, 512))
         cause = "gradients are added up, or reduced, in bfloat16"
@@ -104,6 +101,7 @@ def refuses_arguments(answer: Any, rank: int) -> None:
     for (module, optimizer), options, word in cases:
         before = local_state(module, optimizer)
         shown = "".join(f"{k}={v!r}" for k, v in options.items())
+        # Where there is only one, first and last are the same: the option is no good all the same.
         pairs = window(rank)[: 1 if options.get("sync") == "first" else 2]
         cause = f"{shown} is taken for something else"
         check_raises(

@@ -205,6 +205,13 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
+def loaded(answer: Any, folder: Path, model: nn.Module, optimizer: Optimizer) -> Any:
+    """The step that `load` returns; or what it raises, in one line."""
+    got: list[Any] = []
+    error = error_of(lambda: got.append(answer.load(folder, model, optimizer)))
+    return got[0] if got else error
+
+
 def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int, bad: str) -> str:
     """What a call raises where the path of one rank is another, as on a disk of its own.
 

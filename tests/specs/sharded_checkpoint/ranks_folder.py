@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.ranks.shards import check_untouched, local_state
 from specs.sharded_checkpoint.models import evaluate, small
-from specs.sharded_checkpoint.ranks import error_of, on_rank_0
+from specs.sharded_checkpoint.ranks import loaded, on_rank_0
 
 ASIDE = "5000000"  # a step above all others
 
@@ -58,13 +58,11 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
         if number in (10, 1_000_000):
             cause = "as texts 2 comes after 10, a million has 7 digits; or times are compared, and "
             cause += "a copy has others"
-            found: list[Any] = []
-            error = error_of(lambda into=found: into.append(answer.load(folder, model, optimizer)))
-            got, what, clause = [*found, error][0], "step of the newest checkpoint", ""
+            got, clause = loaded(answer, folder, model, optimizer), ""
             if ASIDE in str(got):
                 clause = "folder"
                 cause = "a name counts that only looks like a checkpoint's, or lies deeper"
-            check_equal(got, number, what, cause=cause, clause=clause)
+            check_equal(got, number, "step of the newest checkpoint", cause=cause, clause=clause)
             dist.barrier()
         for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
             refuse(old, number)

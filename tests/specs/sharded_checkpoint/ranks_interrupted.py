@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from kit.laws.checks import check, check_equal
 from kit.ranks.disk import Copies, before_each_write, different, no_room
 from specs.sharded_checkpoint.models import Stubborn, move, of_all, small, state
-from specs.sharded_checkpoint.ranks import error_of
+from specs.sharded_checkpoint.ranks import error_of, loaded
 
 States = dict[int, dict[str, Any]]  # what was saved, by step
 Found = tuple[str, Path, States, str]  # when a folder was so, what can be in it, and else the cause
@@ -29,9 +29,7 @@ def check_loads(answer: Any, folder: Path, saved: States, when: str, cause: str)
     """Load one of these checkpoints, and nothing else; its step."""
     __tracebackhide__ = True
     model, optimizer = small(seed=9, kind=Stubborn)
-    got: list[Any] = []
-    error = error_of(lambda: got.append(answer.load(folder, model, optimizer)))
-    step: Any = got[0] if got else error
+    step = loaded(answer, folder, model, optimizer)
     steps = " or ".join(map(str, saved))
     check(step in [*saved], expected=f"step {steps} is loaded, {when}", got=step, cause=cause)
     off = different(state(model, optimizer), saved[step])
