@@ -226,7 +226,8 @@ class _ReplayKept(TorchDispatchMode):
 
     def __enter__(self) -> TorchDispatchMode:
         # As its own __enter__ does: a second backward pass is told that it is one.
-        self.cached.func_counter.clear()
+        if hasattr(self.cached, "func_counter"):  # torch 2.11 had none, nor second passes
+            self.cached.func_counter.clear()
         return super().__enter__()
 
     def __torch_dispatch__(

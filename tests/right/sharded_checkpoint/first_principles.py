@@ -100,7 +100,9 @@ def _drop_gradients(model: nn.Module) -> None:
         if not isinstance(module, FSDPModule):
             continue
         # There is no public way to the whole gradients of backwards without synchronisation.
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 had one, or None
+        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
             for sharded in group.fsdp_params:
                 with suppress(AttributeError):  # torch 2.15 has a property for the gradient below
                     sharded.unsharded_accumulated_grad = None

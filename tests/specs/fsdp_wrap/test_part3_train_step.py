@@ -99,7 +99,7 @@ class TestPart3TrainStep:
         """With NCCL, and with the streams of FSDP2; the GPU draws for dropout, and others in 16
         bits than in 32.
         """
-        for group in ("steps", "clip", "checkpoint and dropout"):
+        for group in ("steps", "clip", "checkpoint and dropout", "checkpointed shapes"):
             hold(answer, world, group, cause="the GPU draws another dropout mask again")
 
     @pytest.mark.saves("train_step", "memory")

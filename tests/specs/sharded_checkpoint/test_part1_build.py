@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,7 +59,9 @@ class TestPart1Build:
         def peak(module: Any) -> int:
             with simulated_world(8, device) as mesh:
                 arguments = _in_each_other, mesh, BLOCK_TYPES, init, momentum
-                return measure(lambda: module.build(*arguments), mesh.device_type).above_baseline
+                kinds = {"cpu", mesh.device_type}  # the host has no room either
+                build = partial(module.build, *arguments)
+                return max(measure(build, kind).above_baseline for kind in kinds)
 
         model = _in_each_other()
         parameters = [*model.parameters()]
