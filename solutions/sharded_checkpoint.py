@@ -232,9 +232,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     for p in frozen:
         p.requires_grad_(False)
     kept: dict[torch.Tensor, Any] = {p: optimizer.state[p] for p in frozen}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a setting, or its state, may be new
     packed: dict[str, Any] = {n: b"" if _is_extra(n) else value for n, value in weights.items()}
     dcp.load(  # type: ignore[attr-defined]
-        {"model": packed, "optimizer": state}, checkpoint_id=newest
+        {"model": packed, "optimizer": state}, checkpoint_id=newest, planner=planner
     )
     # Together: a rank may lack a class of extra state, or a module refuse it on one rank alone.
     weights = _together(
@@ -243,6 +244,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": state}
     _together(lambda: set_state_dict(model, optimizer, **states))
     optimizer.state.update(kept)  # it was read to, and torch has left it out here too
+    for name, p in model.named_parameters():
+        if f"optimizer.state.{name}" not in names:
+            optimizer.state.pop(p, None)  # torch has made it, for what had none
     return int(newest.name)
 
 

@@ -32,10 +32,11 @@ class Tricky(nn.Module):
         # Quantised. FSDP of torch 2.11 shards no integers, that of 2.13 does.
         codes = torch.zeros(3, 2, dtype=torch.int8 if torch.__version__ >= "2.13" else None)
         self.codes = nn.Parameter(codes, requires_grad=False)
-        self.sum = nn.Linear(OUTPUTS, 1)  # of it only rank 0 has rows
+        self.sum = nn.Conv1d(OUTPUTS, 1, 2)  # of it only rank 0 has rows
         self.head = nn.Linear(WIDTH, OUTPUTS)
         self.head.bias.requires_grad_(False)
         self.outer = nn.Sequential(Outer(WIDTH).requires_grad_(False), Deep(WIDTH))
+        self.pruned = nn.Sequential()  # a block without parameters
         self.spare = Thin().to(torch.bfloat16)
         self.embed, self.again = nn.Linear(FEATURES, WIDTH), nn.Linear(FEATURES, WIDTH)
         self.eval().outer.train()

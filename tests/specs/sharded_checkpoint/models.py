@@ -134,7 +134,7 @@ class Inside(nn.Module):
 
 
 class Named(Rich):
-    """Four more weights: a name ends as extra state's, two stand before underscores.
+    """More weights: a name ends as extra state's, two stand before underscores, one has a slash.
 
     And one has an underscore where that of another weight has a dot. A hook leaves a buffer out of
     the state dict, and another puts it back for loading.
@@ -146,6 +146,7 @@ class Named(Rich):
         self.A_log = nn.Parameter(torch.full((1,), 2.0))  # with the same rows on rank 1: none
         self.D = nn.Parameter(torch.full((1,), 3.0))  # and of the same shape
         self.embed_bias = nn.Parameter(torch.full((WIDTH,), 4.0))
+        self.heads = nn.ParameterDict({"en/de": torch.arange(30.0).view(5, 3, 2)})
         self.register_buffer("derived", torch.ones(3))
         self.register_state_dict_post_hook(
             lambda self, state, prefix, *_: operator.delitem(state, f"{prefix}derived")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -85,10 +86,14 @@ def load_and_go_on(
         _use_amsgrad(optimizer, 0)  # its state is there where none was saved, and the other way
         move(model, optimizer)  # all parameters: what is frozen has state and a gradient too
         _use_amsgrad(optimizer, 1)
+    for group in optimizer.param_groups:
+        group.update(betas=(0.5, 0.6), foreach=False, max_lr=0.5)  # the last as a new scheduler
+    model.head.requires_grad_(True)  # a part of it was frozen, and had no state
     held = state(model, optimizer)
     if is_new:
         evaluate(model)  # last: a state dict would give back what stays gathered after it
     number = answer.load(str(folder), model, optimizer)
+    model.head.bias.requires_grad_(False)
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
     cause = "not everything is saved, or loaded, for each parameter and in its dtype; or state of "
@@ -130,7 +135,8 @@ def _check_loaded(
 ) -> None:
     __tracebackhide__ = True
     got, want = state(model, optimizer), {**saved}
-    settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
+    groups, own = got.pop(SETTINGS), want.pop(SETTINGS)
+    settings = [{k: g.get(k) for k in o} for g, o in zip(groups, own, strict=True)]
     trained = {name for name, p in named(model) if p.requires_grad}
     known = "state of what is frozen, which has trained before, is not saved or not loaded"
     suspects = {known: {k: v for k, v in want.items() if k.partition(" of ")[2] in {*trained, ""}}}
@@ -163,11 +169,13 @@ def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
     for what, changed in {"one block less": make(blocks=0), **others}.items():
         optimizer = adamw(sharded(changed).parameters())
         refuses(answer.load, run, changed, optimizer, [run], f"the model has {what}")
-    inside = folder / "inside"
-    answer.save(inside, *trained(Inside(make())), 1)
-    model, optimizer = trained(make())
-    what = "the checkpoint has the model inside another module"
-    refuses(answer.load, inside, model, optimizer, [inside], what)
+    noted = make()
+    noted.note = Extra()
+    wrong = {"the model inside another module": Inside(make()), "more extra state": noted}
+    for what, model in wrong.items():
+        answer.save(folder / what, *trained(model), 1)
+        path, what = folder / what, f"the checkpoint has {what}"
+        refuses(answer.load, path, *trained(make()), [path], what)
 
 
 def refuses(
@@ -331,7 +339,8 @@ def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
     answer.save(folder, model, optimizer, 1)
     evaluate(model)
     next(model.parameters()).requires_grad_(False)
-    answer.load(folder, model, adamw([last]))
+    (entry,) = os.scandir(folder.parent)  # no str, and no Path
+    answer.load(entry, model, adamw([last]))
     cause = "gradients of before are still there: of what is frozen now, or not in the optimizer"
     there = [name for name, p in named(model) if p.grad is not None]
     check_equal(there, [], "parameters with gradients", cause=cause)

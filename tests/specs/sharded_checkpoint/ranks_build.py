@@ -15,7 +15,7 @@ from kit.laws import draw
 from kit.laws.checks import check_equal
 from kit.laws.equal import same
 from kit.ranks.shards import mesh
-from kit.ranks.toys import Model
+from kit.ranks.toys import Block, Model
 from specs.sharded_checkpoint.built import MODELS, UNTIED, alone, begin, guesses, init, values
 from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum, of_all
 from specs.sharded_checkpoint.ranks import error_of
@@ -104,7 +104,7 @@ def built_once(answer: Any, rank: int) -> None:
         seen.append("an optimizer")
         return momentum(parameters)
 
-    answer.build(make_model, mesh(), BLOCK_TYPES, init, make_optimizer)
+    answer.build(make_model, mesh(), Block, init, make_optimizer)
     seen.append(torch.empty(1).device.type)
     cause = "make_model is called with memory, or twice, or meta is not left again"
     want = ["meta", "an optimizer", "cpu"]

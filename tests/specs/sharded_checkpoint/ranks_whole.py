@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from kit.laws.checks import check, check_equal
+from kit.laws.checks import UNTOUCHED, check, check_equal
 from kit.memory.account import Account, account
 from kit.ranks.disk import Copies, before_each_write, load_file, slow
 from kit.ranks.rank import device
-from kit.ranks.shards import gradients, named, weights
+from kit.ranks.shards import check_untouched, gradients, local_state, named, weights
 from kit.ranks.toys import make
 from specs.sharded_checkpoint.models import (
     evaluate,
@@ -99,13 +99,17 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
 
     The system's temporary folder is on another disk.
     """
-    model, _ = small()
+    model, optimizer = small()
+    before = local_state(model, optimizer)
     copies = Copies(folder / "run-\u00e9")
     copies.folder.mkdir()
     path = copies.folder / "whole.pt"
     torch.save({"from before": torch.ones(3)}, path)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save_whole(path, model)
+    cause = "what is not for the file is dropped, as to have its memory"
+    called = "save_whole"
+    check_untouched(before, model, optimizer, call=called, cause=cause, clause=UNTOUCHED)
     new = weights(model)
     cause = "it is not the model's, or it is in another dtype"
     check_equal(load_file(path), new, "what is in the file", cause=cause)

@@ -49,7 +49,7 @@ class TestPart1Build:
 
     @pytest.mark.exact("build", "make_model")
     def test_makes_the_model_once_under_meta(self, answer, world):
-        """Then an ordinary tensor is made once more, after `build`."""
+        """Of one class of blocks. Then an ordinary tensor is made once more, after `build`."""
         world.run(answer, ranks_build.built_once)
 
     @pytest.mark.saves("build", "memory")

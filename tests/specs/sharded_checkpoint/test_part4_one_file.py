@@ -50,12 +50,13 @@ class TestPart4OneFile:
     @pytest.mark.exact("load_whole", "in place")
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_a_sharded_model_loads_the_file_of_one_process(self, answer, world, tmp_path):
-        """The file is of a plain dict; a tensor is the second half of another, one lies turned."""
+        """Of a plain dict: one tensor is half of another, one lies turned, one has 64 bits."""
         path, state = tmp_path / "whole.pt", dict(tied().state_dict())
         weight = state["head.weight"]
         state["head.weight"] = torch.stack([torch.zeros_like(weight), weight])[1]
         weight = state["blocks.0.down.weight"]
         state["blocks.0.down.weight"] = weight.T.contiguous().T  # as channels_last has it
+        state["head.bias"] = state["head.bias"].double()
         torch.save(state, path)
         world.run(answer, ranks_whole.load_whole_into, path)
 
