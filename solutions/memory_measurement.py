@@ -74,7 +74,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch Optimizer, not {type(optimizer).__name__}")
     parameters = list(model.parameters())
-    state = _tensors(optimizer.state) if optimizer else []
+    state = _tensors(optimizer.state) if optimizer is not None else []
     seen: set[int] = set()  # shared by the four kinds: what one kind counted, no other counts
     return StateBytes(
         parameters=_new_bytes(parameters, seen),

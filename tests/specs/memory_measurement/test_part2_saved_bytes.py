@@ -119,11 +119,11 @@ class TestPart2SavedBytes:
         yield "40 residual blocks", 40 * 4 * 10, lambda: reduce(residual, range(40), x)
 
     @pytest.mark.exact("saved_bytes", "left out")
-    @counts("go by the storages of parameters() and buffers(), frozen and hidden ones too")
+    @counts("go by the storages of parameters() and buffers() after forward, hidden ones too")
     def test_never_counts_parameters_or_buffers(self):
         """Saved: x (5 x 6), the input of batch norm and two statistics of 8; no running mean."""
         layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-        layers[2].requires_grad_(False)
+        layers[2].requires_grad_(False).register_buffer("none", None)
         x, row, body, loss = leaf(5, 6), leaf(6), nn.Linear(6, 8, bias=False), nn.Linear(8, 2)
         yield "a frozen layer", 4 * (5 * 6 + 5 * 8 + 2 * 8), lambda: layers(x), layers
         wave = nn.Linear(6, 8, bias=False, dtype=torch.complex64)
@@ -135,6 +135,8 @@ class TestPart2SavedBytes:
         yield "a hidden buffer", 0, lambda: row * body.mask, body
         anew = lambda: (row * body.mask, body.register_buffer("mask", torch.ones(6)))[0]  # noqa: E731
         yield "a buffer that is replaced after its use", 4 * 6, anew, body
+        late = lambda: (setattr(body, "late", nn.Parameter(torch.ones(6))), row * body.late)[1]  # noqa: E731
+        yield "a parameter that forward makes", 4 * 6, late, body
         body.seen = []
         yield "a kept activation", 4 * 30, lambda: body.seen.append(y := x.exp()) or y, body
         held = lambda: (setattr(body, "_last", x.exp()), body._last.sin())[1]  # noqa: E731
@@ -233,22 +235,26 @@ class TestPart2SavedBytes:
                 hooks.__exit__()
         cause = "hooks are removed that were there before, or come back in another order"
         check_equal(packed, ["inner", "outer"], "the caller's own hooks afterwards", cause=cause)
+        inside = lambda: (x.exp(), answer.saved_bytes(x.tanh, nn.Module()), x.sin())  # noqa: E731
+        got, cause = answer.saved_bytes(inside, nn.Module()), "a call inside ends the outer count"
+        check_equal(got, 2 * x.nbytes, "bytes around another call", cause=cause)
 
     @pytest.mark.survives("saved_bytes", 5)
     def test_changes_nothing_that_forward_does_not(self, answer, device):
         model = mlp(4, 3, 2, device=device, activation=nn.Dropout)
-        model[0].eval()  # one layer is frozen, the others train
         x, kept = torch.ones(5, 4, device=device), []
 
         def forward(error):
             kept.append(model(x))
             model(x).sum().backward()
             torch.set_grad_enabled(False)
+            model[1].eval()
             if error:
                 raise error
 
         def left_by(run, error):
             draw.seed(5)
+            model.train()[0].eval()  # one layer is frozen, the others train
             model.zero_grad()
             model[0].weight.grad = torch.ones_like(model[0].weight)
             step, alive = lambda: run(partial(forward, error)), None
@@ -258,6 +264,7 @@ class TestPart2SavedBytes:
                 return {
                     "bytes alive while the result is": alive,
                     "grad mode": torch.is_grad_enabled(),
+                    "training": [layer.training for layer in model],
                     "gradients": [p.grad for p in model.parameters()],
                     "the next random numbers": draw.next_random(device),
                 }

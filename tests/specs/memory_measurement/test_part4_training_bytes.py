@@ -205,4 +205,5 @@ class TestPart4TrainingBytes:
         bad |= {f"10, 'adam', ranks={n}": n for n in (0, -2)}
         bad |= {f"10, 'adam', zero_stage={n}": n for n in (4, -1)}
         bad |= {f"10, 'adam', trainable={n}": n for n in (77, 0)}
-        check_refusals(answer, ValueError, bad | {"10, 'lora_4bit', trainable=-3": -3})
+        bad |= {"10, 'lora_4bit', trainable=-3": -3, "10, None": None}
+        check_refusals(answer, ValueError, bad)
