@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import SHAPES
-from kit.ranks.shards import check_untouched, gradients, local_state, mesh, meshes, weights
+from kit.ranks.shards import check_untouched, full, gradients, local_state, mesh, meshes, weights
 from kit.ranks.toys import Batch, Block, make
 from specs.fsdp_wrap.cases import STEPS, Case, Still, momentum
 from specs.fsdp_wrap.play import batches
@@ -28,26 +29,29 @@ def keeps_values(answer: Any, rank: int) -> None:
             block = next(module for module in model.modules() if isinstance(module, kinds))
             for module, third in ((model, torch.float64), (block, torch.float32)):
                 module.register_buffer("third", torch.tensor(1 / 3, dtype=third))
-            want, trained = weights(model), [p.requires_grad for p in model.parameters()]
+                module.register_buffer("unsaved", torch.tensor(1 / 3), persistent=False)
+            trained = [p.requires_grad for p in model.parameters()]
+            want = weights(model) | full(dict(model.named_buffers()))
             model.to(device()).eval()
             block.train()
             answer.wrap(model, mesh(), kinds, momentum, dtype=dtype)
             what = f"of the model {name} after wrap with {dtype}"
             cause = "the values, or their digits, or their dtype, get lost, or names change"
-            check_equal(weights(model), want, f"values {what}", cause=cause)
+            got = weights(model) | full(dict(model.named_buffers()))
+            check_equal(got, want, f"values {what}", cause=cause)
             cause = "requires_grad is what the caller has set"
             check_equal([p.requires_grad for p in model.parameters()], trained, what, cause=cause)
 
 
 def accumulates(answer: Any, rank: int) -> None:
     """The gradient of micro-batches that weigh 512, 1, 1, ... in bfloat16 training, on all ranks
-    and on each by itself.
+    and on each by itself; of a Sequence that has no slices.
     """
     for sync, over in itertools.product(("each", "last"), (mesh(), meshes(1)["shards"])):
         model = Weigh(Weigh()).to(device())  # one in the root, one in a block
         optimizer = answer.wrap(model, over, Weigh, Still, dtype=torch.bfloat16)
         values = [512.0] + [1.0] * 7
-        window = [(torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values]
+        window = deque((torch.full((1, 3), v, device=device()), torch.zeros(1)) for v in values)
         answer.train_step(model, window, lambda out, _: out.sum(), optimizer, sync=sync)
         got = gradients(model)
         want, lost = (dict.fromkeys(got, torch.full((3,), n / 8)) for n in (519, 512))

@@ -24,7 +24,7 @@ class Bad(NamedTuple):
     words: list[str]
     change: Callable[[Model, DeviceMesh], nn.Module | None] = lambda model, mesh: None
     types: Any = Block
-    dtype: torch.dtype = torch.float32
+    dtype: Any = torch.float32
     mesh: tuple[int, ...] = (8,)
 
 
@@ -81,6 +81,7 @@ REFUSED = {
     "a mesh of 2 by 4": Bad(["2"], mesh=(2, 4)),
     "float16": Bad(["float16"], dtype=torch.float16),
     "float64": Bad(["float64"], dtype=torch.float64),
+    "None as dtype": Bad(["None"], dtype=None),
     "a model that is sharded and gathered": Bad([], _gathered),
     "a model of which a block is sharded": Bad([], _one_block),
     "a model of which a parameter is sharded": Bad([], _one_parameter),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +50,15 @@ class Weigh(nn.Module):
         return sum((block(x) for block in self.inside), x * self.weight)
 
 
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
 def widened(more: dict[str, Any], table: Tensor) -> dict[str, Any]:
-    """The keywords with a shift that a float32 table has been multiplied into."""
-    return more | {"shifts": [{"shift": more["shifts"][0]["shift"] * table}]}
+    """The keywords with a shift that a wider table has been multiplied into."""
+    shift, places = more["shifts"][0]
+    return more | {"shifts": [Pair(shift * table, places)]}
 
 
 class Watched(nn.Module):
@@ -72,7 +79,7 @@ class Watched(nn.Module):
         self.seen = {
             "input of a block": x.dtype,
             "weight in a block": self.weight.dtype,
-            "keywords of a block": more["shifts"][0]["shift"].dtype,
+            "keywords of a block": more["shifts"][0].first.dtype,
             "integers": places.dtype,
             "flags": more["mask"].dtype,
         }
@@ -83,19 +90,19 @@ class Watched(nn.Module):
 
 
 class WatchedModel(nn.Module):
-    """A watched block in another, which both get float32, as a buffer has made it; it notes what
-    they return, and what it computes itself, with a parameter or without.
+    """A watched block in another, which get float64 and float32, as buffers have made them; it
+    notes what they return, and what it computes itself, with a parameter or without.
     """
 
     def __init__(self, has_gain: bool = True) -> None:
         super().__init__()
-        self.register_buffer("table", torch.ones(FEATURES))
+        self.register_buffer("table", torch.ones(FEATURES, dtype=torch.float64))
         self.block = Watched(Watched())
         self.gain = nn.Parameter(torch.ones(FEATURES)) if has_gain else None
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Any]) -> Any:
-        shift = more["shifts"][0]["shift"]
+        shift = more["shifts"][0].first
         x = self.block(inputs * self.table, places, more=widened(more, self.table))
         out = x + torch.relu(inputs) if self.gain is None else x * self.gain
         self.seen = {
@@ -105,7 +112,7 @@ class WatchedModel(nn.Module):
             "what the root computes": out.dtype,
             "keywords of the model": shift.dtype,
         }
-        return {"out": (out, out + shift), "places": places}
+        return {"out": Pair(out, (out + shift) * self.table), "places": places}
 
 
 class Row(nn.Module):
@@ -235,10 +242,10 @@ def dropping_twice() -> Shape:
 
 
 def dropping_in_eval_mode() -> Shape:
-    """Blocks with dropout that no mode turns off."""
+    """Blocks with dropout that no mode turns off, in a forward that is the object's own."""
     model = make(blocks=2)
     for block in model.blocks:
-        block.down.register_forward_hook(lambda _, args, out: F.dropout(out, 0.4))
+        block.forward = MethodType(lambda b, x: F.dropout(Block.forward(b, x), 0.4), block)
     return model, Block
 
 
@@ -256,12 +263,12 @@ def _dropping(name: str) -> Shape:
 
 
 def look_alikes() -> Shape:
-    """`nested`, but two weights are slices of one tensor, and the class of the head, which is not
-    that of blocks, has its name.
+    """`nested`, but two weights, without a bias, are slices of one tensor, and the class of the
+    head, which is not that of blocks, has its name.
     """
     model, kinds = nested()
     for outer, gate in zip((model[1], model[2].outer[0]), torch.ones(2, WIDTH, WIDTH), strict=True):
-        outer.gate.weight = nn.Parameter(gate)
+        outer.gate.weight, outer.gate.bias = nn.Parameter(gate), None
     model[3] = type("Block", (nn.Linear,), {})(WIDTH, OUTPUTS)
     return model, kinds
 

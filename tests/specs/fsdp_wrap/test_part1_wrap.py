@@ -80,8 +80,8 @@ class TestPart1Wrap:
     )
     def test_the_units_of_other_models_are_their_blocks(self, answer, device, name, shape, options):
         """A block inside a block is a unit, also one of a subclass, which may be named too; what
-        has a class of the same name is none. Slices of one tensor are not shared. The root may
-        have nothing.
+        has a class of the same name is none. Slices of one tensor are not shared, nor is a bias
+        that is not there. The root may have nothing.
         """
         memory, calls = books(answer, device, 8, shape=shape, **options)
         check_calls(calls, planned(shape, 8), what=f"a step of the model: {name}")

@@ -13,7 +13,7 @@ from kit.ranks.toys import Block, make
 from specs.fsdp_wrap import simulated
 from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.shapes import Watched, WatchedModel
+from specs.fsdp_wrap.shapes import Pair, Watched, WatchedModel
 from specs.fsdp_wrap.simulated import books, check_calls, planned, tall, wide
 
 BF16 = torch.bfloat16
@@ -115,25 +115,27 @@ class TestPart2Mixed:
         self, answer, device, given, checkpoint, has_gain
     ):
         """Integers above 256, as places are, have no value of their own in bfloat16. A block gets
-        what a float32 buffer has been multiplied into, also in a list of dicts. A root without
-        parameters computes too.
+        what a wider buffer has been multiplied into, also in a list of namedtuples. A root without
+        parameters computes too, and returns float64 by such a buffer.
         """
         with simulated_world(8, device) as mesh:
             model = WatchedModel(has_gain).to(device)
             answer.wrap(model, mesh, Watched, adamw, dtype=BF16, checkpoint=checkpoint)
             places = torch.tensor([[300], [301]], device=device)
             inputs = torch.ones(2, 5, dtype=given, device=device)
-            more = {"mask": places > 300, "shifts": [{"shift": inputs / 2}]}
+            more = {"mask": places > 300, "shifts": [Pair(inputs / 2, places)]}
             got = model(inputs, places, more=more)
             cause = "what is cast is put into the caller's own dict"
-            own = more["shifts"][0]["shift"].dtype
+            own = more["shifts"][0].first.dtype
             check_equal(own, given, "dtype in the caller's dict", cause=cause)
             watched = (model.block.inside, model.block, model)
             seen = [pair for module in watched for pair in module.seen.items()]
         kept = {"integers": torch.int64, "flags": torch.bool}
         for what, dtype in seen:
             check_equal(dtype, kept.get(what, BF16), f"dtype of {what}", cause=CAUSES[what])
-        cause = "what the model returns is left in bfloat16, and a loss of it has 8 bits"
+        cause = (
+            "what the model returns is left in bfloat16, and a loss of it has 8 bits; or in float64"
+        )
         for out in got["out"]:
             check_equal(out.dtype, torch.float32, "dtype of the model's output", cause=cause)
         cause = "everything is cast, and not only what is floating"
