@@ -70,7 +70,7 @@ class TestPart1Checkpoint:
         yield "given, and used besides", lambda c: c(lambda a: (a * weight.sin()).exp(), weight)
         yield "an unused argument", lambda c: c(lambda a, _: a.sin(), x, weight)
         tied = nn.Sequential(layer := nn.Linear(7, 7), nn.Tanh(), layer)
-        yield "a layer used twice", lambda c: c(tied, x)
+        yield "a layer used twice, on what was changed before", lambda c: c(tied, x.sin().mul_(2))
         row = nn.ModuleList(w.probed(nn.Linear(7, 7)) for _ in range(12))
         yield "12 checkpoints in a row", lambda c: reduce(lambda y, block: c(block, y), row, x)
         yield "used outside too", lambda c: x + c(layer, x.tanh()) + layer.weight.square().sum()
@@ -145,9 +145,9 @@ class TestPart1Checkpoint:
         frozen[0].register_forward_hook(lambda _, args, out: out * weight[0])
         yield "a frozen module that uses a leaf from elsewhere", lambda c: c(frozen, x)
         yield "nothing but numbers", lambda c: weight * c(lambda a, b: (a + b, None), 1, 2)[0]
-        body, head = nn.Linear(7, 5), nn.Linear(5, 2)
+        before, body, head = nn.Linear(7, 7), nn.Linear(7, 5), nn.Linear(5, 2)
         inside = torch.no_grad()(lambda a: body(a))
-        yield "no gradients inside", lambda c: head(c(inside, x))
+        yield "no gradients inside, after another", lambda c: head(c(inside, c(before, x)))
         both = lambda a: (inside(a), head(body(a)))  # noqa: E731
         yield "none in half of it", lambda c: sum(map(w.loss_of, c(both, x)))
 

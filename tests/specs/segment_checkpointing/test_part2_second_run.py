@@ -103,10 +103,11 @@ class TestPart2SecondRun:
             def function(a, none, scale, b, which, *rest):
                 call.note((none, scale, rest[0] is NAME, rest[1:]))
                 out = a * b * scale
-                others = rest[0], which.flip(0), b[which], *rest[1:4]
+                others = rest[0], which.flip(0), b[which], *rest[1:6]
                 return scale, out, None, True, a.square() + b, *others
 
-            others = NAME, [1, 2], {"k": None}, "word", nn.BatchNorm1d(1), np.ones(2)
+            others = NAME, [1, 2], {"k": None}, w.Pair(1, None), a.shape, "word"
+            others += nn.BatchNorm1d(1), np.ones(2)
             out = call(function, a, None, 3, b, which, *others)
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[7].sum()
 

@@ -152,6 +152,8 @@ class TestPart2Tensors:
             return call(attend, x, x, fixed, fixed, fixed.view(5))
 
         yield "given twice", step
+        with torch.autograd.graph.save_on_cpu():
+            yield "given twice, while saved tensors are offloaded", step
 
     @pytest.mark.survives("checkpoint", "Raises")
     def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
@@ -160,6 +162,7 @@ class TestPart2Tensors:
         hidden = {"list": [x], "list of lists": [[x]], "tuple": (1, x), "namedtuple": w.Pair(1, x)}
         hidden |= {"list, of data": [data], "list, of indices": [x.argsort()]}
         hidden |= {"list, of parameters": [weight], "dict": {"x": data}, "dict in a list": [{1: x}]}
+        hidden |= {"result of topk": x.topk(2)}
         hidden |= {"OrderedDict": OrderedDict(x=x), "defaultdict": defaultdict(list, x=[x])}
         answer.checkpoint(lambda a, _: a * 2, x, grows := [1])
         grows.append(data)

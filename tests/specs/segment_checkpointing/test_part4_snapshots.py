@@ -135,15 +135,15 @@ class TestPart4Snapshots:
     @pytest.mark.filterwarnings("ignore:None of the inputs")
     @as_plain_backward("the gradient does not get to, or past, a layer, the loss or the input")
     def test_gradients_reach_whatever_there_is(self):
-        x, before = w.data(13, 5), nn.Linear(5, 5)
+        x, before, head = w.data(13, 5), nn.Linear(5, 5), WithHead(5, 3)
         (mixed := w.chain(6, x.device)[0])[1].eval()
         yield "some layers in eval mode", mixed, w.leaf(13, 5), 2
-        for frozen in ([], [0, 1, 2], [2, 3], [5]):
+        for frozen in ([], [0, 1, 2], [2, 3], [5], [*range(6)]):
             layers = w.chain(6, x.device)[0]
             for place in frozen:
                 layers[place].requires_grad_(False)
-            yield f"data, {frozen} frozen", layers, x, 2
-            yield f"data from another layer, {frozen} frozen", layers, x, 2, w.loss_of, before
+            yield f"data, {frozen} frozen", layers, x, 2, head
+            yield f"data from another layer, {frozen} frozen", layers, x, 2, head, before
         scale, layers = w.leaf(5), w.chain(4, x.device)[0]
         layers[0], scaled = w.Applied(lambda y: y * scale), lambda out: w.loss_of(out * scale)
         yield "a first layer without parameters uses a leaf", layers, x, 2, scaled
@@ -160,12 +160,11 @@ class TestPart4Snapshots:
         yield "a gradient of zero", w.chain(5, x.device)[0], w.leaf(13, 5), 2, masked
         doubles = w.chain(5, x.device)[0].double(), w.leaf(13, 5, dtype=torch.float64)
         yield "float64", *doubles, 2, torch.mean
-        for at in (0, 2):
+        for at in (0, 2, 4):
             (cut := [*w.chain(5, x.device)[0]])[at] = w.Applied(torch.Tensor.detach)
-            yield f"layer {at + 1} detaches", cut, w.leaf(13, 5), 2
+            yield f"layer {at + 1} detaches", cut, w.leaf(13, 5), 2, head
         in_place = lambda out: w.loss_of(out.mul_(2))  # noqa: E731
         yield "unequal widths, the loss in place", mlp(5, 9, 2, 7, device=x.device), x, 2, in_place
-        yield "a loss with parameters", w.chain(5, x.device)[0], x, 2, WithHead(5, 3)
         layers = [*w.chain(5, x.device)[0]]
         layers[3] = layers[1]
         same = [layers[0], nn.Identity(), nn.Dropout(0.5).eval(), nn.Flatten(), layers[2]]
