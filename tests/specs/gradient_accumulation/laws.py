@@ -79,7 +79,10 @@ def clauses(gradients, step, passes, autocast, kept):
         "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
         "passes back": (passes, "backward passes are joined, missing, or under autocast"),
         "random state": ("untouched", "a seed is set, or random numbers are drawn"),
-        "gradients at": (gradients, "another divisor, or stale gradients are in it"),
+        "gradients at": (
+            gradients,
+            "another divisor or clipping, of all or some; stale ones are in it, or some are not",
+        ),
         "losses that": ("untouched", "what loss_fn has returned is changed in place"),
         "loss": (gradients, loss),
         "result of the call before": (

@@ -74,7 +74,9 @@ GROUPS = {
         ),
     },
     "older": {
-        "older gradients": Plan(UNEVEN, (twists.trained_before,)),
+        "older gradients, a group for each parameter, a fused optimizer": Plan(
+            UNEVEN, (twists.unused, scenarios.FUSED, twists.put(groups=True), twists.trained_before)
+        ),
         "older gradients in buckets": Plan(SEVERAL, (stale, twists.unused), bucket_view=True),
         "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
         "inside the caller's autocast": Plan(SEVERAL, (*IN_AUTOCAST, runs_before_the_step)),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import UserList
 from contextlib import ExitStack
 
 import torch
@@ -64,8 +65,9 @@ def sequences(w):
 
 
 def repeated(w):
-    """The last micro-batch three times, and not all in a row; the pair is the same object."""
-    w.after.append(lambda w: put(batches=[w.batches[-1], *w.batches, w.batches[-1]])(w))
+    """The last pair three times, and not all in a row, in a sequence that is no list."""
+    again = lambda b: put(batches=UserList([b[-1], *b, b[-1]]))  # noqa: E731
+    w.after.append(lambda w: again(w.batches)(w))
 
 
 def norm_first(w):
@@ -154,6 +156,24 @@ def gradient_of_another(value=1.0, of_loss=False):
     return twist
 
 
+def rare(w):
+    """One number is used for micro-batches of one sample only, as an expert may be."""
+    used = w.model.rare = nn.Parameter(torch.tensor(2.0))
+    used.grad = torch.tensor(1000.0)
+    w.model.register_forward_hook(lambda _, args, out: out * used if len(out) == 1 else out)
+
+
+def no_elements(w):
+    """A parameter without elements has a gradient without elements."""
+    none = w.extra["none"] = nn.Parameter(torch.ones(0))
+    w.model.register_forward_hook(lambda _, args, out: out + none.sum())
+
+
+def not_finite(w):
+    """The losses of two micro-batches, each by another column of its targets."""
+    w.batches[1][1][:, 0], w.batches[2][1][:, 1] = math.inf, math.nan
+
+
 def zero_gradients(w):
     """Every gradient is zero, which is not the same as none."""
     w.model.register_forward_hook(lambda _, args, out: out * 0)
@@ -220,7 +240,7 @@ LOSSES = [
         "a loss of 0, and below, with a gradient",
         put(loss=lambda out, y: (out - out.detach()).mean() - len(out) // 2),
     ),
-    ("an infinite loss", lambda w: w.batches[1][1].mul_(math.inf)),
+    ("an infinite loss, and one of NaN", not_finite),
 ]
 LOSS_OF_ANOTHER = (
     "a loss whose parameters another optimizer holds",
@@ -230,6 +250,7 @@ FUSED = put(sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "fused": True
 NO_GRADIENT = [
     ("a parameter without a gradient", unused),
     ("a parameter without a gradient, a fused optimizer", unused, FUSED),
+    ("a parameter that one micro-batch uses", rare),
 ]
 FOREIGN = [
     ("a frozen parameter", twists.frozen, twists.stale, tag("frozen")),

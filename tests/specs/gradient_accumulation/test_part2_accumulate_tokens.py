@@ -57,6 +57,7 @@ class TestPart2AccumulateTokens:
         yield "the same tensors, filled anew", tokens.refilled
         yield "the same pair again", scenarios.repeated
         yield "logits of hundreds", tokens.hundreds
+        yield "logits of NaN in the first", lambda w: w.model[0].weight.data[0].fill_(torch.nan)
 
     @pytest.mark.exact("accumulate_tokens", "ignore_index")
     @TOKENS.spec()

@@ -153,7 +153,8 @@ class TestPart5MixedPrecision:
         yield "a parameter without a gradient", unused, HALF
         yield "a foreign parameter", foreign, HALF, tag("foreign")
         yield "a scale that grows in every window", twists.scaled(growth_interval=1)
-        yield "none but a disabled one, in float32", put(dtype=torch.float32, scaler=DISABLED), HALF
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"none but a disabled one, in {dtype}", put(dtype=dtype, scaler=DISABLED), HALF
         yield "a scale that falls little", twists.scaled(backoff_factor=0.9), gradient(math.inf, 4)
 
     @pytest.mark.exact("train_epoch", 5)
