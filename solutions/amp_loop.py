@@ -280,7 +280,7 @@ class LossScaler:
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
         # An infinity or a NaN stays in a sum, which reads what the division has just written.
-        sums = [grad.mul_(1.0 / self._scale).sum() for grad in grads]
+        sums = [grad.div_(self._scale).sum() for grad in grads]
         finite = _all_finite(sums)
         if not finite:  # or a sum of huge finite ones has overflowed, which extremes never do
             extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]

@@ -43,7 +43,7 @@ def layer(dtype=torch.bfloat16):
 def tangled():
     """A frozen float32 layer with a NaN for a gradient, two bfloat16 ones, tied, and a float16 one.
 
-    And a weight without elements, as the share of a rank may be, and one without dimensions.
+    And a weight without elements, as a rank's share may be, one without dimensions, a frozen one.
     """
     draw.seed(4)
     frozen, one, other, last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
@@ -52,6 +52,7 @@ def tangled():
     made = nn.Sequential(frozen, one.bfloat16(), other.bfloat16(), last.half())
     made.empty = nn.Parameter(torch.empty(0, 5, dtype=torch.bfloat16))
     made.number = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    made.base = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
     return made
 
 
@@ -97,13 +98,14 @@ class Side:
     def __getattr__(self, name):  # masters, optimizer, step, zero_grad
         return getattr(self.trainer, name)
 
-    def backward(self, value=1.0, bad=None, missing=None):
-        """Gradients of `value`, with `bad` at the end, and none for one parameter."""
+    def backward(self, value=1.0, bad=None, missing=None, at=-1):
+        """Gradients of `value`, `bad` at the end of one parameter, and none for another."""
         for number, p in enumerate(trainable(self.model)):
             grad = laid_otherwise(torch.full_like(p, value))
             p.grad = None if number == missing else grad
         if bad is not None:
-            p.grad.view(-1)[-1] = bad
+            grad = trainable(self.model)[at].grad
+            grad[(-1,) * grad.dim()] = bad
 
     def fail(self):
         fails_once(self.optimizer)
@@ -169,6 +171,8 @@ def first_wrong(got, want):
     if first.startswith("what comes after") and (got.get(first), want[first]) == (True, False):
         return "an infinite or NaN gradient is stepped: not all are looked at, or not in every call"
     kind, _, after = first.partition(" after ")
+    if kind == "masters" and len(got[first]) != len(want[first]):
+        return "each trainable parameter has one master: a frozen one has none, a tied one has one"
     if kind in ("weights", "masters") and want[f"what comes after {after}"] is False:
         return "a step is not skipped as a whole: one infinite or NaN gradient skips all of it"
     return next((MEANS[kind] for kind in MEANS if any(n.startswith(kind) for n in wrong)), None)

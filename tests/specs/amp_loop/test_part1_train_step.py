@@ -50,10 +50,11 @@ def without_gradients(w):
 
 
 def prompt(w):
-    """The model has no parameters; its inputs are trained, and a number without dimensions."""
+    """The model has no parameters; inputs are trained, a number, and a leaf without elements."""
     w.model, w.extra["prompt"] = nn.Sequential(Probe()), nn.Parameter(draw.randn(11, 5))
     leaf = w.extra["temperature"] = nn.Parameter(torch.tensor(1.5))
-    w.loss = lambda out, y: mse(out * leaf, y)
+    empty = w.extra["empty"] = nn.Parameter(torch.empty(0, 5))
+    w.loss = lambda out, y: mse(out * leaf, y) + empty.sum()
     w.after.append(lambda w: vars(w).update(batch=(w.leaves["prompt"], w.batch[1])))
 
 
@@ -239,7 +240,7 @@ class TestPart1TrainStep:
     def test_an_error_comes_through_and_no_step_is_taken(self):
         """And the same call after it does what it would have done."""
         yield "the loss fails", trained_before, foreign, fails("loss")
-        ends = trained_before, fails("step", 1, PlantedInterrupt)
+        ends = trained_before, fails("step", 1, PlantedInterrupt), SCALERS["not torch's"]
         yield "Ctrl-C in the optimizer", *ends, twists.scaled(growth_interval=1)
         inside = twists.inside_autocast(torch.bfloat16)
         yield "the backward pass fails inside an autocast of the caller", inside, fails("backward")

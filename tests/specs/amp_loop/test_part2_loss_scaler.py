@@ -250,7 +250,7 @@ class TestPart2LossScaler:
     @pytest.mark.survives("LossScaler", 2)
     def test_refuses_float16_gradients(self, answer, device):
         """They mean a model that was cast: divided in float16, small gradients underflow again."""
-        dtypes = (torch.float32, torch.float64, torch.float16)
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         params = [nn.Parameter(torch.ones(3, dtype=dtype, device=device)) for dtype in dtypes]
         for p in params:
             p.grad = torch.full_like(p, 6.0)
@@ -264,10 +264,16 @@ class TestPart2LossScaler:
         before.check_unchanged("the refused call", cause=cause, clause=ERRORS)
         cause = "all but float32 is refused or narrowed, or the refused call has left a trace"
         check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
-        params[2].grad = None
-        scaler.step(optimizer)
-        got = [p.detach()[0].item() for p in params]
-        check_equal(got, [0.25, 1 - 6e300 / 8, 1.0], "weights of three dtypes", cause=cause)
+        params[3].grad = None
+        for overflowed in (None, *params[:3]):
+            if overflowed is not None:
+                for p in params[:3]:
+                    p.grad = torch.full_like(p, inf if p is overflowed else 6.0)
+                scaler.update()
+                cause = f"a gradient of {overflowed.dtype} is divided, but not looked at"
+            scaler.step(optimizer)
+            got, want = [p.detach()[-1].item() for p in params], [0.25, 1 - 6e300 / 8, 0.25, 1.0]
+            check_equal(got, want, "weights of four dtypes", cause=cause)
 
     @pytest.mark.survives("LossScaler", 3)
     @agrees("a sum or a norm of gradients is looked at, or the scale grows to the end of float32")

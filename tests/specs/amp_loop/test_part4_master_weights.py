@@ -38,6 +38,9 @@ class TestPart4MasterWeights:
             name = f"a gradient of {bad}, then {call}".removesuffix(", then ").removesuffix("; ")
             yield f"SGD, {name}", script, SGD, partial(layer, torch.float16)
             yield f"Adam, {name}", script, ADAM
+        each = enumerate((inf, -inf, nan, inf, nan), 1)  # the first is empty
+        script = "; ".join(f"backward(1, {bad}, at={at}); step()" for at, bad in each)
+        yield "an overflow in one parameter after the other", f"{script}; step()", SGD, tangled
         with torch.no_grad():
             yield "under the caller's no_grad", "backward(); step(); backward(inf); step()"
 
