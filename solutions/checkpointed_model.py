@@ -9,6 +9,7 @@ input. An "error" is any exception.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -282,6 +283,10 @@ class _Found:
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> None:
+        # A module that the first run has made, as a late norm, is as that run has left it.
+        made = list({m for top in self.tops for m in top.modules()} - set(self.modules))
+        self.modules, self.modes = self.modules + made, self.modes + [m.training for m in made]
+        self.buffers += _copied([module._buffers for module in made])
         self.own = [module._buffers for module in self.modules]
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
         self.own_modes = [module.training for module in self.modules]
@@ -312,9 +317,12 @@ class _Found:
 
 
 def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | None]]:
-    # By tensor: what several modules share is one in the copies too.
-    new = {b: b.detach().clone() for its in found for b in its.values() if b is not None}
-    return [{name: b if b is None else new[b] for name, b in its.items()} for its in found]
+    memo: dict[int, Any] = {}  # so that what shares memory, as a view does, shares it in the copies
+
+    def new(buffer: Tensor) -> Tensor:
+        return copy.deepcopy(buffer.detach(), memo).requires_grad_(buffer.requires_grad)
+
+    return [{name: b if b is None else new(b) for name, b in its.items()} for its in found]
 
 
 # Part 3

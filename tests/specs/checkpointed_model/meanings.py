@@ -34,7 +34,7 @@ def meaning(got, want):
     if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
         return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
     if name.startswith("buffers that the backward pass replaced"):
-        return "after the second run other tensors are there, such as copies, not those of before"
+        return "after the second run other tensors are there than before: copies, or what had gone"
     if name == TYPES:
         return "a block is handed another type than was given: a container is made anew as another"
     if name.startswith("runs in the backward pass"):

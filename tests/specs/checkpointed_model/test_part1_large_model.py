@@ -155,6 +155,7 @@ class TestPart1LargeModel:
         for share in (0.0, 1.0):
             yield f"a mask that is {share > 0} everywhere", large(masks=1, share=share)
         yield "a layer replaced by one with dropout", large(dropout=0.0, before=replaced)
+        yield "a hook that changes what a block gives", large(before=_hooked)
 
     @pytest.mark.exact("LargeModel", "keys")
     def test_has_the_keys_of_the_blocks_alone(self, answer):
@@ -246,9 +247,10 @@ class TestPart1LargeModel:
         for size in (1, 2):
             pair = seldom(size=size), large(size=size, before=_updated_but_one)
             yield f"a weight that is updated less often than others, segments of {size}", *pair
-            copied = partial(large, size=size, before=copy.deepcopy)
-            name = f"a weight of a deep copy, segments of {size}"
-            yield name, copied(spoil=changes["a weight"]), copied()
+            for of, before in {"a deep copy": copy.deepcopy, "a new layer": replaced}.items():
+                other = partial(large, size=size, before=before)
+                name = f"a weight of {of}, segments of {size}"
+                yield name, other(spoil=changes["a weight"]), other()
         held = []
 
         def spoilt_between(loss):
@@ -350,6 +352,10 @@ def _updated_but_one(model):
 
 def _in_blocks(numbers, name):
     return name.startswith(tuple(f"layers.{n}." for n in numbers))
+
+
+def _hooked(model):
+    model.layers[1].register_forward_hook(lambda block, args, out: out * 1.5)
 
 
 def _copied(model):

@@ -58,6 +58,7 @@ class TestPart2Recompute:
         last = lambda run, block, x: run(lambda x: (block(x), x.argmax()), x)  # noqa: E731
         yield "no state, and a result without gradient", chain(lambda: [Noisy()], call=last)
         yield "an empty batch", chain(mixers, FLOAT, shape=(0, *SHAPE[1:]))
+        yield "one tensor as query and key", chain(lambda: [Noisy()], call=_of_itself)
 
     @pytest.mark.works("recompute", "streams")
     @recomputed("the second run draws on where the first one ended, or moves a stream for good")
@@ -81,11 +82,15 @@ class TestPart2Recompute:
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
         yield "replaced before the backward pass", chain(counting, spoil=replace_buffers)
+        needy = chain(partial(_shifted, grad=True), call=_reads, grad=False)
+        yield "one that needs a gradient, unlike x", needy
         norm = lambda: [Normed(frozen())]  # noqa: E731
         later = lambda model, *_: model.order[0].shift.add_(1)  # noqa: E731
         yield "only read, and written to later", chain(_shifted, call=_reads, spoil=later)
         yield "and of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=replace_buffers)
         yield "a counter and a mean, in eval mode", chain(lambda: [Counting().eval()])
+        gone = lambda model, *_: delattr(model.order[0], "mean")  # noqa: E731
+        yield "deleted before the backward pass", chain(counting, spoil=gone)
 
     @pytest.mark.saves("recompute", "held")
     def test_holds_arguments_and_results(self, answer, reference, device):
@@ -132,24 +137,35 @@ class TestPart2Recompute:
     def test_state_may_be_named_in_any_way(self):
         """Once or twice, in an iterator, and what appears in the first run."""
         inner = lambda run, block, x: run(lambda x: block(x), x, state=[*block.inner])  # noqa: E731
-        yield "two with one counter, and a function", chain(lambda: [_one_counter()], call=inner)
+        yield (
+            "two with one counter, which is a view, and a function",
+            chain(lambda: [_one_counter()], call=inner),
+        )
         once = lambda run, block, x: run(block, x, state=iter([block, block.inner[0].first]))  # noqa: E731
         make = lambda: [Nest(Noisy(7), Counting())]  # noqa: E731
         yield "state that can be read once", chain(make, call=once)
-        yield "a large one, registered in the first call", chain(lambda: [Growing()], passes=2)
+        yield (
+            "a large one, and a norm, made in the first call",
+            chain(lambda: [Growing()], passes=2),
+        )
         every = lambda run, block, x: run(block, x, state=[*block.modules(), block])  # noqa: E731
         make = lambda: [Nest(Counting())]  # noqa: E731
         yield "modules named twice", chain(make, call=every, passes=2)
 
 
-def _shifted():
+def _shifted(grad=False):
     block = Noisy()
-    block.register_buffer("shift", torch.zeros(WIDTH))
+    block.register_buffer("shift", torch.zeros(WIDTH, requires_grad=grad))
     return [block]
 
 
 def _reads(run, block, x):
     return run(lambda x: block(x + block.shift), x, state=[block])
+
+
+def _of_itself(run, block, x):
+    """As nn.MultiheadAttention does, it asks whether they are one."""
+    return run(lambda query, key: block(query if query is key else -key), x, x, state=[block])
 
 
 def _batched(run, block, x):
@@ -185,7 +201,7 @@ def _one_generator():
 
 def _one_counter():
     one, other = Counting(), Counting()
-    other.calls = one.calls
+    other.calls = one.calls.view(())
     return Nest(one, other)
 
 

@@ -34,7 +34,7 @@ from specs.checkpointed_model.strangers import stranger
 
 ATEN = torch.ops.aten
 ADDMM, GELU, NORM = ATEN.addmm.default, ATEN.gelu.default, ATEN.native_layer_norm.default
-TOPK, ARGMAX = ATEN.topk.default, ATEN.argmax.default
+TOPK, ARGMAX, ITEM = ATEN.topk.default, ATEN.argmax.default, ATEN._local_scalar_dense.default
 MATMULS = [ADDMM, ATEN.mm.default, ATEN.bmm.default, ATEN.baddbmm.default]
 ATTENTION = [
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
@@ -42,7 +42,7 @@ ATTENTION = [
     ATEN._scaled_dot_product_efficient_attention.default,
     ATEN._scaled_dot_product_cudnn_attention.default,
 ]
-CHOICE = [TOPK, ARGMAX, ADDMM]
+CHOICE = [TOPK, ARGMAX, ITEM, ADDMM]
 DEAR = [*MATMULS, *ATTENTION]
 
 
@@ -59,7 +59,7 @@ class Calls(DispatchMode):
 
 
 class Choosing(Noisy):
-    """By results that are integers, in part without gradients; and two overloads of the mean."""
+    """By integers, in part without gradients, and a number; with two overloads of the mean."""
 
     def forward(self, x):
         y = torch.tanh(self.up(x))
@@ -67,7 +67,7 @@ class Choosing(Noisy):
         with torch.no_grad():
             scores = self.up(y)
             more = places + scores.argmax(-1, keepdim=True)
-        return x + torch.tanh(y * scores * best * more * y.mean(-1, keepdim=True) * y.mean())
+        return x + torch.tanh(y * scores * best * more * y.mean(-1, keepdim=True) * y.mean().item())
 
 
 class Looking(Noisy):
@@ -185,7 +185,7 @@ class TestPart4CheckpointBlocksKeep:
         yield "attention", transformer, ATTENTION, seen
         plain = lambda: [Looking(rate=0.0)]  # noqa: E731
         yield "attention without a mask", plain, ATTENTION, [ADDMM, *ATTENTION]
-        for kept in ([dim], [full], [TOPK, ARGMAX], [ADDMM]):
+        for kept in ([dim], [full], [TOPK, ARGMAX, ITEM], [ADDMM]):
             yield f"of them {kept[0]}", lambda: [Choosing()], kept, [dim, full, *CHOICE]
         yield "in a copy", transformer, MATMULS, seen, None, copy.deepcopy
 
@@ -227,9 +227,11 @@ class TestPart4CheckpointBlocksKeep:
 
     @pytest.mark.survives("checkpoint_blocks", 8)
     def test_a_call_leaves_nothing(self, answer, device):
-        model, x = nn.Sequential(*transformer()).to(device), large_inputs(device)
-        answer.checkpoint_blocks(model, Block, keep=DEAR)
-        check_nothing_left(model, x, lambda: model(x))
+        for keep in (DEAR, ()):
+            two = [*transformer(), *transformer()]  # x is the caller's: the second's input is not
+            model, x = nn.Sequential(*two).to(device), large_inputs(device)
+            answer.checkpoint_blocks(model, Block, keep=keep)
+            check_nothing_left(model, x, lambda model=model, x=x: model(x))
 
     @pytest.mark.survives("checkpoint_blocks", 9)
     @checkpointed("what is held is changed and nobody looks")
