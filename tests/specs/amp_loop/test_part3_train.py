@@ -30,8 +30,6 @@ from specs.amp_loop.laws import RUN, bad_options, train
 class Opening(nn.Module):
     """Lets more through with each run; it counts them in a number, its extra state."""
 
-    _version = 2
-
     def __init__(self):
         super().__init__()
         self.runs, self.most = 0, math.inf
@@ -47,11 +45,6 @@ class Opening(nn.Module):
         if state > self.most:
             raise ValueError(f"{state} runs, not at most {self.most}")
         self.runs = state
-
-    def _load_from_state_dict(self, state, prefix, metadata, *others):
-        if metadata.get("version") != 2:
-            raise ValueError(f"no state of version 2: {metadata} (of state_dict()._metadata)")
-        super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
 def run(precision, device):

@@ -81,7 +81,7 @@ def clauses(gradients, step, passes, autocast, kept):
         "random state": ("untouched", "a seed is set, or random numbers are drawn"),
         "gradients at": (
             gradients,
-            "another divisor or clipping, of all or some; stale ones are in it, or some are not",
+            "another divisor or clipping, perhaps of some only; or stale gradients are in it",
         ),
         "losses that": ("untouched", "what loss_fn has returned is changed in place"),
         "loss": (gradients, loss),
