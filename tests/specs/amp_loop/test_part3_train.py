@@ -230,7 +230,6 @@ class TestPart3Train:
     @RUN.spec("fp32", "fp16")
     def test_an_error_ends_the_run(self):
         yield "the model fails at the third batch", fails("model", 3)
-        yield "the model raises StopIteration", fails("model", 3, StopIteration)
         yield "the third batch cannot be read", fails("batch", 3)
 
     @pytest.mark.survives("save_checkpoint", "saved")
