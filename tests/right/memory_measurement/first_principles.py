@@ -195,7 +195,7 @@ class _LiveStorages(TorchDispatchMode):
             for tensor in _tensors((args, kwargs)):
                 passed.update(storage._cdata for storage in _storages(tensor))
         out = func(*args, **kwargs)
-        for tensor in _tensors((out, kwargs)):  # not every operation gives back its out=
+        for tensor in _tensors(out):
             for storage in _storages(tensor):
                 if storage._cdata in self._known or storage._cdata not in passed:
                     self.enter(storage)

@@ -183,7 +183,7 @@ class _LiveStorages(TorchDispatchMode):
             }
         self.reread()
         out = func(*args, **kwargs)
-        for leaf in tree_leaves((out, kwargs)):  # not every operation gives back its out=
+        for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.track(leaf, foreign)
         return out
