@@ -232,7 +232,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     for p in frozen:
         p.requires_grad_(False)
     kept: dict[torch.Tensor, Any] = {p: optimizer.state[p] for p in frozen}
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a setting, or its state, may be new
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # what was frozen had no state
     packed: dict[str, Any] = {n: b"" if _is_extra(n) else value for n, value in weights.items()}
     dcp.load(  # type: ignore[attr-defined]
         {"model": packed, "optimizer": state}, checkpoint_id=newest, planner=planner

@@ -87,7 +87,7 @@ def load_and_go_on(
         move(model, optimizer)  # all parameters: what is frozen has state and a gradient too
         _use_amsgrad(optimizer, 1)
     for group in optimizer.param_groups:
-        group.update(betas=(0.5, 0.6), foreach=False, max_lr=0.5)  # the last as a new scheduler
+        group.update(betas=(0.5, 0.6), foreach=False)
     model.head.requires_grad_(True)  # a part of it was frozen, and had no state
     held = state(model, optimizer)
     if is_new:
@@ -135,8 +135,7 @@ def _check_loaded(
 ) -> None:
     __tracebackhide__ = True
     got, want = state(model, optimizer), {**saved}
-    groups, own = got.pop(SETTINGS), want.pop(SETTINGS)
-    settings = [{k: g.get(k) for k in o} for g, o in zip(groups, own, strict=True)]
+    settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
     trained = {name for name, p in named(model) if p.requires_grad}
     known = "state of what is frozen, which has trained before, is not saved or not loaded"
     suspects = {known: {k: v for k, v in want.items() if k.partition(" of ")[2] in {*trained, ""}}}
