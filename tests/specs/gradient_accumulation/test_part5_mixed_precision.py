@@ -167,8 +167,8 @@ class TestPart5MixedPrecision:
         yield "an infinite gradient, and dropout", twists.insert(nn.Dropout), gradient(math.inf)
         yield "an infinite gradient of another optimizer", gradient_of_another(math.inf), HALF
         many = lambda w: setattr(w, "batches", w.batches * 4)  # noqa: E731
-        yield "many overflows in succession", many, twists.scaled(init_scale=2.0**60)
-        yield "learning rate 0", put(sgd={"lr": 0.0, "momentum": 0.9})
+        still = many, put(sgd={"lr": 0.0, "momentum": 0.9})  # or 16 bits part in so many steps
+        yield "many overflows in succession, rate 0", *still, twists.scaled(init_scale=2.0**60)
         yield "a fused optimizer", *fused, gradient(math.inf, 4), twists.trained_before
         yield "an infinite loss with finite gradients", put(loss=lambda *of: mse(*of) + math.inf)
         yield "a gradient of 1e25", twists.huge(1e25), tag("norm beyond float32")
