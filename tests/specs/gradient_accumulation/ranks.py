@@ -98,9 +98,9 @@ def averages(answer, rank):
 
 
 def sent(answer, rank):
-    """What a rank sends in the third window, and how much of it DDP's backward pass sends.
+    """What a rank sends in the fourth window, and how much of it DDP's backward pass sends.
 
-    In the second window DDP also arranges its buckets anew.
+    In the second window DDP also arranges its buckets anew. In the third rank 1 has no label.
     """
     inner = language_model()
     inner[3].bias.requires_grad_(False)
@@ -116,17 +116,21 @@ def sent(answer, rank):
     model.register_comm_hook(None, hook)
     model.register_forward_pre_hook(lambda *_: order.append("forward"))
     shapes = [*UNEQUAL, *UNEQUAL][rank : rank + 4]
-    *first, last = [labelled(shapes, seed=10 * n + rank) for n in range(3)]
+    *first, idle, last = [labelled(shapes, seed=10 * n + rank) for n in range(4)]
+    for _, targets in idle if rank else ():
+        targets.fill_(-100)
     last[-2:] = [last[-1]] * len(last[-2:])  # the same micro-batch twice, which is not known by it
     for window in first:
         answer.accumulate_on_ranks(model, window, optimizer)
+    with collectives() as without_labels:
+        answer.accumulate_on_ranks(model, idle, optimizer)
     buckets.clear()
     order.clear()
     with collectives() as calls:
         answer.accumulate_on_ranks(model, last, optimizer)
     return {
         "bytes": sum(call.numel * call.dtype.itemsize for call in calls),
-        "small": [call.numel <= 8 for call in calls],
+        "small": [call.numel <= 8 for call in [*without_labels, *calls]],
         "by DDP": sum(buckets),
         "order": order,
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -163,6 +163,18 @@ def rare(w):
     w.model.register_forward_hook(lambda _, args, out: out * used if len(out) == 1 else out)
 
 
+def exchanged(w):
+    """The last parameter takes the first one's place in its group, as a resized embedding does."""
+    first, *_, last = dict(w.model.named_parameters())
+    w.foreign, w.tags = (last,), {*w.tags, "foreign", "twice"}
+
+    def exchange(optimizer, *_):
+        optimizer.param_groups[0]["params"][0], w.foreign = w.leaves[last], (first,)
+        optimizer.state.pop(w.leaves[first], None)
+
+    w.after.append(lambda w: w.optimizer.register_step_post_hook(exchange))
+
+
 def no_elements(w):
     """A parameter without elements has a gradient without elements."""
     none = w.extra["none"] = nn.Parameter(torch.ones(0))
@@ -257,7 +269,7 @@ FOREIGN = [
     ("a foreign parameter", foreign, tag("foreign")),
     ("a frozen backbone, which is foreign", twists.backbone, tag("foreign", "frozen")),
     ("a gradient that another optimizer will step on", unused, gradient_of_another()),
-    ("a layer that joins after the window before", twists.joins, tag("twice")),
+    ("a parameter that takes another's place after the window before", exchanged),
 ]
 IN_AUTOCAST = twists.inside_autocast(torch.bfloat16), tag("the caller's autocast")
 AUTOCAST = [
