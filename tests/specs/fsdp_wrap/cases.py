@@ -203,13 +203,13 @@ GROUPS: dict[str, dict[str, Case]] = {
         "train mode after wrap": Case(
             DROP, CHECKPOINT, script=("train", "step", "plain"), train=False
         ),
-        "eval mode, dropout on": Case(
+        "eval mode, dropout on, buffers that the model fills": Case(
             dropping_in_eval_mode,
             CHECKPOINT,
             script=STEP,
             train=False,
-            cause="the recomputation has another dropout mask, or the class's forward is "
-            "checkpointed, and not the object's own",
+            cause="the recomputation has another dropout mask, or old buffers; or the class's "
+            "forward is checkpointed, and not the object's own",
         ),
     },
     "checkpoint": {

@@ -82,6 +82,7 @@ REFUSED = {
     "float16": Bad(["float16"], dtype=torch.float16),
     "float64": Bad(["float64"], dtype=torch.float64),
     "None as dtype": Bad(["None"], dtype=None),
+    "a dtype by its name": Bad(["bfloat16"], dtype="bfloat16"),
     "a model that is sharded and gathered": Bad([], _gathered),
     "a model of which a block is sharded": Bad([], _one_block),
     "a model of which a parameter is sharded": Bad([], _one_parameter),

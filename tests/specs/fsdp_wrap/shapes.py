@@ -76,17 +76,18 @@ class Watched(nn.Module):
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x: Tensor, places: Tensor, *, more: Any) -> Tensor:
+        shift = more["shifts"][0].first
         self.seen = {
             "input of a block": x.dtype,
             "weight in a block": self.weight.dtype,
-            "keywords of a block": more["shifts"][0].first.dtype,
+            "keywords of a block": shift.dtype,
             "integers": places.dtype,
             "flags": more["mask"].dtype,
         }
         if self.inside is not None:
             x = self.inside(x * self.table, places, more=widened(more, self.table))
             self.seen["what a block returns"] = x.dtype
-        return x + torch.relu(x * self.weight) * more["mask"] * self.table
+        return x + torch.relu(x * self.weight) * more["mask"] * self.table + shift
 
 
 class WatchedModel(nn.Module):
@@ -242,10 +243,19 @@ def dropping_twice() -> Shape:
 
 
 def dropping_in_eval_mode() -> Shape:
-    """Blocks with dropout that no mode turns off, in a forward that is the object's own."""
+    """Blocks with dropout that no mode turns off, in a forward that is the object's own; the model
+    fills their buffers from its inputs.
+    """
     model = make(blocks=2)
     for block in model.blocks:
-        block.forward = MethodType(lambda b, x: F.dropout(Block.forward(b, x), 0.4), block)
+        block.register_buffer("heat", torch.ones(()), persistent=False)
+        block.forward = MethodType(lambda b, x: F.dropout(Block.forward(b, x * b.heat), 0.4), block)
+
+    def fill(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        for block in model.blocks:
+            block.heat.copy_(inputs[0].mean().exp())
+
+    model.register_forward_pre_hook(fill)
     return model, Block
 
 

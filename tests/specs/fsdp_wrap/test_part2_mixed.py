@@ -116,15 +116,17 @@ class TestPart2Mixed:
     ):
         """Integers above 256, as places are, have no value of their own in bfloat16. A block gets
         what a wider buffer has been multiplied into, also in a list of namedtuples. A root without
-        parameters computes too, and returns float64 by such a buffer.
+        parameters computes too, and returns float64 by such a buffer. Gradients go through casts.
         """
         with simulated_world(8, device) as mesh:
             model = WatchedModel(has_gain).to(device)
             answer.wrap(model, mesh, Watched, adamw, dtype=BF16, checkpoint=checkpoint)
             places = torch.tensor([[300], [301]], device=device)
             inputs = torch.ones(2, 5, dtype=given, device=device)
-            more = {"mask": places > 300, "shifts": [Pair(inputs / 2, places)]}
+            shift = (inputs / 2).requires_grad_()
+            more = {"mask": places > 300, "shifts": [Pair(shift, places)]}
             got = model(inputs, places, more=more)
+            got["out"].first.sum().backward()
             cause = "what is cast is put into the caller's own dict"
             own = more["shifts"][0].first.dtype
             check_equal(own, given, "dtype in the caller's dict", cause=cause)
@@ -140,6 +142,9 @@ class TestPart2Mixed:
             check_equal(out.dtype, torch.float32, "dtype of the model's output", cause=cause)
         cause = "everything is cast, and not only what is floating"
         check_equal(got["places"].dtype, torch.int64, "dtype of returned integers", cause=cause)
+        cause = "keywords are cast under no_grad, or detached, so no gradient goes through them"
+        want = 2 + more["mask"].to(given).expand(2, 5)  # 1 for each block, 1 by the mask
+        check_equal(shift.grad, want, "gradient of what is in a keyword", cause=cause)
 
 
 KEYWORDS = "only positional inputs are cast, or only those outside of dicts and lists"

@@ -85,8 +85,8 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("wrap", "checkpoint")
     def test_checkpointing_leaves_the_gradients_as_they_are(self, answer, world):
-        """In float32 and given back, in bfloat16 and kept, in eval mode; every block runs twice, no
-        more, a frozen one too.
+        """In float32 and given back, in bfloat16 and kept, in eval mode, where the model fills
+        buffers of blocks; every block runs twice, no more, a frozen one too.
         """
         cause = "the recomputation has another dropout mask, or another input"
         hold(answer, world, "checkpoint and dropout", cause=cause)
