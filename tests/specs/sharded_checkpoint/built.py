@@ -38,7 +38,8 @@ class Tricky(nn.Module):
         self.outer = nn.Sequential(Outer(WIDTH).requires_grad_(False), Deep(WIDTH))
         self.pruned = nn.Sequential()  # a block without parameters
         self.spare = Thin().to(torch.bfloat16)
-        self.embed, self.again = nn.Linear(FEATURES, WIDTH), nn.Linear(FEATURES, WIDTH)
+        self.embed = nn.Linear(FEATURES, WIDTH)
+        self.again = nn.Linear(FEATURES, WIDTH, bias=False)  # where it is tied, it has nothing else
         self.eval().outer.train()
 
 
@@ -221,6 +222,9 @@ def guesses(kind: str, want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[
             _with_plain_tensors(kind)
         ),
         "a buffer that two modules share has become two": values(_with_buffers_apart(kind)),
+        "a module whose parameters are all tied to modules before is left out": values(
+            alone(kind, order=lambda m: [x for x in m.modules() if x is not getattr(m, "again", 0)])
+        ),
         "the generator begins with its seed once more": values(alone(kind, drawn=0)),
         "of a tied parameter the first module's numbers count, not the last one's": values(
             _drawn_first(kind)

@@ -107,6 +107,7 @@ class Rich(Model, Extra):
         self.register_buffer("seen", torch.tensor(2**40 + 1))
         self.blocks[0].register_buffer("seen", self.seen)
         self.register_buffer("turned", torch.tensor([[1e-60, 2], [3, 4]], dtype=torch.float64).T)
+        self.register_buffer("mask", torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))
         self.register_buffer("table", torch.tensor([[0.5 + 2j, 3j]]).expand(3, 2).clone())
         self.register_buffer("cache", torch.ones(2), persistent=False)
         self.register_buffer("empty", torch.ones(0))  # two of them have one address: none

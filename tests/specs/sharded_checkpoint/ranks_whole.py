@@ -80,6 +80,7 @@ def refuses_files(answer: Any, rank: int, folder: Path) -> None:
         "a name too few": {name: ...},
         "a buffer too few": {"scale": ...},
         "a name too many": {f"{name}.more": torch.ones(3)},
+        "a buffer that is not persistent": {"cache": torch.ones(2)},
         "no extra state": {"_extra_state": ...},
         "more extra state": {"head._extra_state": "more"},
         "a buffer of another shape": {"scale": torch.ones(1)},
@@ -103,7 +104,7 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
     before = local_state(model, optimizer)
     copies = Copies(folder / "run-\u00e9")
     copies.folder.mkdir()
-    path = copies.folder / "whole.pt"
+    path = copies.folder / "whole.tmp"  # its own name may end as that of a half file
     torch.save({"from before": torch.ones(3)}, path)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save_whole(path, model)
