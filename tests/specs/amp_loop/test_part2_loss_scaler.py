@@ -262,7 +262,7 @@ class TestPart2LossScaler:
         )
         cause = "divided before it was checked"
         before.check_unchanged("the refused call", cause=cause, clause=ERRORS)
-        cause = "all but float32 is refused or narrowed, or the refused call has left a trace"
+        cause = "the refused call has left a trace, or all but float32 is refused or narrowed"
         check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
         params[3].grad = None
         for overflowed in (None, *params[:3]):
@@ -276,7 +276,7 @@ class TestPart2LossScaler:
             check_equal(got, want, "weights of four dtypes", cause=cause)
 
     @pytest.mark.survives("LossScaler", 3)
-    @agrees("a sum or a norm of gradients is looked at, or the scale grows to the end of float32")
+    @agrees("a sum or a norm of gradients is looked at, or growth left out ends no count of good ones")
     def test_huge_but_finite_gradients_are_no_overflow(self):
         """Four times 3e38 is above float32's largest; each of them is not."""
         yield "3e38", "backward(a, value=1.5e38); step(a); update()", {"init_scale": 2.0}

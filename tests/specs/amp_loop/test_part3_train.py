@@ -52,6 +52,7 @@ def run(precision, device):
     draw.seed(11)
     opening = Opening().eval()  # its mode is the caller's too
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), opening, nn.Linear(9, 2)
+    layers[4].bias.requires_grad_(False)
     batches = [(draw.randn(n, 6), draw.randn(n, 2)) for n in (5, 3, 4, 2, 6, 3)]
     # SGD has no state; and "module" is not always what DataParallel calls its model.
     kind, first = ("sgd", "module") if precision == "fp32_sgd" else ("adam", "0")
@@ -181,6 +182,7 @@ class TestPart3Train:
             want = whole | {"losses": whole["losses"][stop:]}
             new = run(precision, device)
             for second, where in ((new, "a new run"), (first, "the run that went on")):
+                second.model[4].bias.data.add_(1)  # a frozen weight that begins elsewhere
                 # As a layer with noise: a load moves the random stream.
                 second.model.register_load_state_dict_post_hook(lambda *_: draw.seed(99))
                 # Modes are the caller's business: one layer is in eval mode at the load, or all.

@@ -137,8 +137,10 @@ class TestPart4MasterWeights:
     @pytest.mark.survives("MasterWeights", "Raises")
     @agrees("this input is not checked, or too late")
     def test_refuses_a_loss_scale_that_is_not_positive_and_finite(self):
-        for scale in ("0.0", "-8.0", "2 * inf", "nan"):  # not math's own object
-            yield f"scale {scale}", f"backward(); step({scale}); step()"
+        """Also where a gradient has overflowed: a scale that was halved too often is 0."""
+        for scale, bad in product(("0.0", "-8.0", "2 * inf", "nan"), (None, inf)):
+            script = f"backward(1, {bad}); step({scale}); step()"  # not math's own object
+            yield f"scale {scale}, a gradient of {bad or 1}", script
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer):
