@@ -276,7 +276,7 @@ class TestPart2LossScaler:
             check_equal(got, want, "weights of four dtypes", cause=cause)
 
     @pytest.mark.survives("LossScaler", 3)
-    @agrees("a sum or norm of gradients is looked at, or steps are counted on after a growth left out")
+    @agrees("a sum or a norm is looked at, or good steps are counted on after a growth left out")
     def test_huge_but_finite_gradients_are_no_overflow(self):
         """Four times 3e38 is above float32's largest; each of them is not."""
         yield "3e38", "backward(a, value=1.5e38); step(a); update()", {"init_scale": 2.0}
