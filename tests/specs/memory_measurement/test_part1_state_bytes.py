@@ -147,17 +147,18 @@ class TestPart1StateBytes:
         check_bar(title, got, 0, plain=plain, formula=formula, cause=cause)
 
     @pytest.mark.survives("state_bytes", 1)
-    @counts("the size is taken from the tensor, and not from its storage")
+    @counts("the size is taken from the tensor, or an earlier call, and not from its storage")
     def test_counts_a_view_as_the_storage_behind_it(self):
         yield "an expanded row", (0, 0, 12, 0), with_buffers(wide=torch.zeros(3, 1).expand(3, 99))
         large, odd = torch.zeros(500), torch.zeros(100).double()
         slices = with_buffers(first=large[:1], second=large[1:3], odd=odd[1::2])
         yield "slices of large tensors", (0, 0, 4 * 500 + 8 * 100, 0), slices
         yield "a slice without elements", (0, 0, 4 * 50, 0), with_buffers(none=torch.zeros(50)[:0])
-        yield "a weight", (4 * 8 * 4 + 4 * 4, 0, 0, 0), (model := nn.Linear(8, 4))
+        (model := nn.Linear(8, 4)).bias.untyped_storage().resize_(0)
+        yield "a weight, and a bias freed by FSDP", (4 * 8 * 4, 0, 0, 0), model
         model.weight.untyped_storage().resize_(0)
         model.weight.grad = torch.zeros(4, 8)
-        yield "the same weight, freed by FSDP", (4 * 4, 4 * 8 * 4, 0, 0), model
+        yield "the same weight, freed too", (0, 4 * 8 * 4, 0, 0), model
 
     @pytest.mark.survives("state_bytes", 2)
     @counts("what lies deep in the state, or under a key that is no parameter, is not looked at")

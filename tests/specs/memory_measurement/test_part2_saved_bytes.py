@@ -103,7 +103,7 @@ class TestPart2SavedBytes:
         yield "a gradient with a graph: of x, and the 1 that it starts from", 4 * 36 + 4, slope
 
     @pytest.mark.exact("saved_bytes", "sharing")
-    @counts("tensors are counted, or a view's elements, or storages by address, which is 0 on meta")
+    @counts("counted are tensors, a view's elements, a copy, or storages by address, 0 on meta")
     def test_counts_a_storage_once_and_in_full(self):
         x, w, row = leaf(10), leaf(6), torch.ones(1, 6)
         thrice = lambda: ((y := x.sigmoid()) * y, y * y.flip(0).detach().flip(0))  # noqa: E731
@@ -112,6 +112,8 @@ class TestPart2SavedBytes:
         yield "two halves", 4 * 6 * 50, lambda: [w * half[:, 0] for half in table.chunk(2, 1)]
         yield "one row of a large tensor", 8 * 500 * 6, lambda: w * large[:1]
         yield "one number of it", 8 * 500 * 6, lambda: w.double() * large[0, 0]
+        tokens = torch.ones(500, dtype=torch.int64)
+        yield "the first 3 of many tokens", 8 * 500, lambda: F.embedding(tokens[:3], x.view(5, 2))
         layer, there = nn.Linear(6, 3, device="meta"), leaf(5, 6, device="meta")
         yield "on meta", 4 * 5 * (6 + 3), lambda: layer(there).tanh(), layer
         yield "an expanded row", 4 * 6, lambda: w * row.expand(40, 6)
@@ -217,6 +219,7 @@ class TestPart2SavedBytes:
         """exp saves its own result, whose grad_fn holds what it saved: no cycle may come of it."""
         x = leaf(32)
         yield "exp", x.exp
+        yield "exp of complex numbers", leaf(32, dtype=torch.complex64).exp
         yield "square", x.square
         in_place = lambda: (y := torch.ones(32)).add_(y * x)  # noqa: E731
         yield "a residual in place: what was saved has a graph by then", in_place
