@@ -54,7 +54,7 @@ def rounding(w):
     if "float64" in w.tags and "window" not in w.options:
         return 1e-12
     dtype = torch.bfloat16 if "the caller's autocast" in w.tags else w.dtype
-    return {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(dtype, 1e-4)
+    return {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
 
 def clauses(gradients, step, passes, autocast, kept):
