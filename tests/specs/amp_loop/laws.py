@@ -171,8 +171,7 @@ def bad_options():
     """Options that do not fit, each with what the message names."""
     rows = [(dtype, None) for dtype in (torch.float64, torch.int8, "float16")]
     rows += [(torch.float16, None, "None")]
-    rows += [(torch.bfloat16, {"init_scale": 2.0}, "Scaler")]
-    rows += [(torch.float32, {"enabled": False}, "Scaler")]  # it would do nothing
+    rows += [(dtype, {"init_scale": 2.0}, "Scaler") for dtype in (torch.bfloat16, torch.float32)]
     for dtype, scaler, *other in rows:
         twist, named = put(dtype=dtype, scaler=scaler), str(dtype).removeprefix("torch.")
         yield f"{dtype!r} with{'' if scaler else 'out'} a scaler", twist, (named, *other)
