@@ -104,7 +104,7 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
     before = local_state(model, optimizer)
     copies = Copies(folder / "run-\u00e9")
     copies.folder.mkdir()
-    path = copies.folder / "whole.tmp"  # its own name may end as that of a half file
+    path = copies.folder / "whole.pt"
     torch.save({"from before": torch.ones(3)}, path)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save_whole(path, model)

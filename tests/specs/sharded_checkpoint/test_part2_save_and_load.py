@@ -29,9 +29,8 @@ class TestPart2SaveAndLoad:
 
         It is loaded into what has trained otherwise, with other rates, and has gradients; or into
         what is new, and has been evaluated. Some weights are tied, some frozen, of which one has
-        trained before, and one trains now; one has a single row; a
-        buffer has -inf. One rate is a tensor, and one
-        group has amsgrad. The betas differ.
+        trained before, and one trains now; one has a single row; a buffer has -inf. One rate is a
+        tensor, and one group has amsgrad. The betas differ.
         """
         folder = tmp_path / "run[lr=0.1]"
         saved = worlds(saving).run(answer, ranks.save_and_go_on, folder, kind)[0]
