@@ -22,16 +22,14 @@ from specs.fsdp_wrap.shapes import Weigh
 
 
 def keeps_values(answer: Any, rank: int) -> None:
-    """On a real rank: weights, dtypes, flags and names right after wrap, in either dtype; one name
-    is that of something an answer has too.
-    """
+    """On a real rank: weights, dtypes, flags and names right after wrap, in either dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("odd sizes", "frozen", "nested"):
             model, kinds = SHAPES[name]()
             block = next(module for module in model.modules() if isinstance(module, kinds))
             for module, third in ((model, torch.float64), (block, torch.float32)):
                 module.register_buffer("third", torch.tensor(1 / 3, dtype=third))
-                module.register_buffer("mesh", torch.tensor(1 / 3), persistent=False)
+                module.register_buffer("unsaved", torch.tensor(1 / 3), persistent=False)
             trained = [p.requires_grad for p in model.parameters()]
             want = weights(model) | full(dict(model.named_buffers()))
             model.to(device()).eval()
