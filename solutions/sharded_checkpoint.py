@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -232,7 +233,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     for p in frozen:
         p.requires_grad_(False)
     kept: dict[torch.Tensor, Any] = {p: optimizer.state[p] for p in frozen}
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # what was frozen had no state
+    planner = DefaultLoadPlanner(allow_partial_load=True)  # what was frozen had no state
     packed: dict[str, Any] = {n: b"" if _is_extra(n) else value for n, value in weights.items()}
     dcp.load(  # type: ignore[attr-defined]
         {"model": packed, "optimizer": state}, checkpoint_id=newest, planner=planner

@@ -58,7 +58,7 @@ class TestPart2Recompute:
         last = lambda run, block, x: run(lambda x: (block(x), x.argmax()), x)  # noqa: E731
         yield "no state, and a result without gradient", chain(lambda: [Noisy()], call=last)
         yield "an empty batch", chain(mixers, FLOAT, shape=(0, *SHAPE[1:]))
-        yield "one tensor as query and key", chain(lambda: [Noisy()], call=_of_itself)
+        yield "one tensor as query and key, and its data", chain(lambda: [Noisy()], call=_of_itself)
 
     @pytest.mark.works("recompute", "streams")
     @recomputed("the second run draws on where the first one ended, or moves a stream for good")
@@ -164,8 +164,9 @@ def _reads(run, block, x):
 
 
 def _of_itself(run, block, x):
-    """As nn.MultiheadAttention does, it asks whether they are one."""
-    return run(lambda query, key: block(query if query is key else -key), x, x, state=[block])
+    """As nn.MultiheadAttention does, it asks whether they are one; and one more has no graph."""
+    both = lambda query, key, data: block((query if query is key else -key) * data)  # noqa: E731
+    return run(both, x, x, x.detach(), state=[block])
 
 
 def _batched(run, block, x):
