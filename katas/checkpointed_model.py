@@ -196,17 +196,17 @@ def checkpoint_blocks(
         2. Hooks of a block run once a call; a forward put on the block itself before still runs.
         3. Blocks take and return anything, changing no argument; keywords may have any name.
         4. A deep copy of the model checkpoints its own blocks.
-        5. Blocks of another class may be checkpointed in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
-           numbers; only other operations run again.
+        5. Blocks of another class may follow in a second call.
+        6. Results of the overloads in `keep`, such as DEAR, are held, unless they are views or that
+           call draws random numbers; only other operations run again.
         7. Under autocast too: the same bits; `keep` has no casts.
         8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
            share nothing; a dropped result leaves nothing.
-        9. A held result, no view, changed in place: an error or right gradients. Nobody changes
-           parameters between the passes.
+        9. A held result changed in place: an error or right gradients. Nobody changes parameters
+           between the passes.
         10. Generators among a block's attributes and arguments count.
     """
     raise NotImplementedError
 
 
-# untouched stub 7bf0241806da
+# untouched stub 156585e2953e

@@ -29,7 +29,7 @@ from kit.answers import causes, figures
 from kit.answers.blame import blamed
 from kit.answers.contract import functions
 from kit.answers.loading import Answer, load, sources
-from kit.answers.reset_torch import reset_torch
+from kit.answers.reset_torch import note_classes, reset_torch
 from kit.answers.stubs import is_untouched
 from kit.catalog import find_kata
 from kit.laws import checks, draw, untouched
@@ -342,5 +342,6 @@ def _settled() -> None:
 @pytest.fixture(autouse=True)
 def _clean_torch() -> None:
     """Every spec starts from the same torch, whatever an answer before it has left behind."""
+    note_classes()
     reset_torch()
     checks.bars.clear()

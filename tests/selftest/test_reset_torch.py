@@ -6,7 +6,7 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from kit.answers.reset_torch import reset_torch
+from kit.answers.reset_torch import note_classes, reset_torch
 from kit.memory.ruler import measure
 
 
@@ -49,3 +49,17 @@ def test_weights_that_autocast_has_cached_are_freed_after_an_autocast_was_left_o
             model(x)
 
     assert measure(step, known=[model, x]).retained == 0
+
+
+def test_classes_that_an_answer_has_patched_are_as_before() -> None:
+    note_classes()
+    plain = torch.nn.Linear.forward
+    torch.nn.Linear.forward = lambda self, x: x  # type: ignore[method-assign]
+    torch.nn.Linear.patched = True  # type: ignore[attr-defined]
+    del torch.nn.ReLU.forward
+
+    reset_torch()
+
+    assert torch.nn.Linear.forward is plain
+    assert not hasattr(torch.nn.Linear, "patched")
+    assert torch.nn.ReLU.forward is vars(torch.nn.ReLU)["forward"]

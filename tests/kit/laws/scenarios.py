@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from kit.answers.marks import subject_of
-from kit.laws import draw
+from kit.answers.reset_torch import reset_torch
 from kit.laws.checks import SpecFailure, check_equal, in_scenario
 from kit.laws.equal import Raised, same
 from kit.laws.suspects import Suspect, ending, explained, suspects
@@ -156,7 +156,7 @@ def _given(
 ) -> tuple[Given, BaseException | None]:
     """What the answer gives and should give in each scenario, as far as it comes."""
     given: Given = {}
-    draw.seed(0)  # of a suspect the same scenarios are wanted
+    reset_torch()  # of a suspect the same scenarios are wanted
     with _made_on(device), closing(worlds()) as found:  # type: ignore[type-var]
         name = ""
         try:
@@ -171,7 +171,7 @@ def _given_again(
     place: int, device: torch.device, judge: Judge, worlds: Worlds, answer: ModuleType
 ) -> object:
     """What a mistake gives in the scenario at this place, with no other tried before."""
-    draw.seed(0)
+    reset_torch()
     with _made_on(device), closing(worlds()) as found:  # type: ignore[type-var]
         name, *world = next(itertools.islice(found, place, None))
         return judge(answer, device, name, *world)
@@ -233,7 +233,7 @@ class _Gave:
     ) -> None:
         """Try it in one scenario after another, until it gives something else than the answer."""
         mistake, self.values = suspect.load(), []
-        draw.seed(0)
+        reset_torch()
         with _made_on(device), closing(worlds()) as found:  # type: ignore[type-var]
             try:
                 for name, *world in found:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from kit import forkserver
 from kit.answers.contract import functions
 from kit.answers.loading import load
-from kit.answers.reset_torch import reset_torch
+from kit.answers.reset_torch import note_classes, reset_torch
 from kit.catalog import find_kata
 from kit.laws import checks, draw, untouched
 from kit.laws.checks import Bar
@@ -178,6 +178,7 @@ class _Member:
             answer = self._answers[path]
             program, arguments = loads(data, answer)
             self._guard(answer, program)
+            note_classes()
             result = program(answer, self._rank, *arguments)
             reset_torch()
             failed, data = False, dumps(result, answer)

@@ -289,7 +289,7 @@ class _CheckpointedForward:
     def __init__(self, block: nn.Module, keep: frozenset[Any]) -> None:
         self.block = block
         self.forward = block.forward
-        self.keep = keep
+        self.keep = frozenset(op for op in keep if not op.is_view)  # what a view shows may change
         functools.update_wrapper(self, block.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -108,6 +108,15 @@ class Routed(Noisy):
         return x + torch.tanh(y * before * places.float())
 
 
+class Sliced(Noisy):
+    """What is written to a view is read from its base."""
+
+    def forward(self, x):
+        y = self.up(x) * 2.0
+        y[:, 1:3].mul_(0.5)
+        return x + torch.tanh(y)
+
+
 def doubled(run, block, x):
     y, z, more = block(x)
     return y.mul_(2.0), z.mul_(2.0), more
@@ -163,6 +172,8 @@ class TestPart4CheckpointBlocksKeep:
         yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
         yield "copies, of buffers too", chain(lambda: [Copying()]), [1], 2, [ATEN.clone.default]
         yield "choices", chain(lambda: [Choosing()]), [1], 2, CHOICE
+        view = [ADDMM, ATEN.slice.Tensor]
+        yield "a view that is written to", chain(lambda: [Sliced()]), [1], 2, view
         for dtype in HALVES:
             step = {"outer": autocast(dtype)}
             yield f"{dtype}", chain(two_noisy, step=step), [2], 2, DEAR
