@@ -285,7 +285,7 @@ class _Found:
 
     def __enter__(self) -> None:
         # A module that the first run has made, as a late norm, is as that run has left it.
-        made = list({m for top in self.tops for m in top.modules()} - set(self.modules))
+        made = [m for top in self.tops for m in top.modules() if m not in self.modules]
         self.modules, self.modes = self.modules + made, self.modes + [m.training for m in made]
         self.buffers += _copied([module._buffers for module in made])
         self.own = [module._buffers for module in self.modules]
