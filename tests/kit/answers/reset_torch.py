@@ -12,7 +12,7 @@ from kit.answers.settings import SETTINGS
 from kit.laws import draw
 from kit.private_torch import dispatch_modes, pop_dispatch_mode, pop_saved_tensors_hooks
 
-_classes: dict[type[nn.Module], dict[str, Any]] = {}  # of modules, and what was in them before an answer
+_classes: dict[type[nn.Module], dict[str, Any]] = {}  # what was in them before an answer
 
 
 def reset_torch() -> None:
