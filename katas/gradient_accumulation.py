@@ -1,12 +1,12 @@
 """Gradient accumulation: the gradients of a large batch in the memory of a small one.
 
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
-all, no mean of means.
+all its samples.
 
     untouched  modes, hooks and training flags, after an error too; data is not written to; no seed
                is set
-    errors     ValueError, before any change; the message names the offending value, or what is in
-               parentheses
+    errors     ValueError, before any change; the message names the offending value, or the
+               number in parentheses
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def accumulate(
         That loss, a new scalar without a graph.
 
     Raises:
-        no micro-batch (0); one that is no pair, is empty, or has two lengths.
+        no micro-batch (0); one that is no pair, has no samples, or has two lengths.
 
     Details:
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
@@ -229,4 +229,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub cf3c557688f4
+# untouched stub 476dc2bd4f04

@@ -1,12 +1,12 @@
 """Gradient accumulation: the gradients of a large batch in the memory of a small one.
 
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
-all, no mean of means.
+all its samples.
 
     untouched  modes, hooks and training flags, after an error too; data is not written to; no seed
                is set
-    errors     ValueError, before any change; the message names the offending value, or what is in
-               parentheses
+    errors     ValueError, before any change; the message names the offending value, or the
+               number in parentheses
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def accumulate(
         That loss, a new scalar without a graph.
 
     Raises:
-        no micro-batch (0); one that is no pair, is empty, or has two lengths.
+        no micro-batch (0); one that is no pair, has no samples, or has two lengths.
 
     Details:
         1. A parameter without a gradient in this window is not stepped, whatever it had before.

@@ -4,7 +4,7 @@ A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows o
 rounded up; it may have just been evaluated. A rank's part is its rows of weights and of optimizer
 state. All ranks call these functions together, with the same arguments.
 
-    together   where one rank fails, every rank raises (others any error); none is left waiting
+    together   where one rank fails, every rank raises, others any error; none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
     errors     what Raises lists is a ValueError that names the offending value, before any change;
                others may be of any class; Ctrl-C may end a rank alone
@@ -151,9 +151,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
         a step below 1, or not above the newest checkpoint's.
 
     Details:
-        1. A save that is killed at any moment leaves the checkpoint before it as the newest, if it
-           was not complete by then.
-        2. So does one that fails on any rank, such as on a full disk. It raises on every rank;
+        1. A save that is killed before it is complete leaves the checkpoint before it as the
+           newest.
+        2. So does a save that fails on any rank, such as on a full disk; it raises on every rank.
            torch's CheckpointException, which is no Exception, will do.
         3. Whatever such a save has left behind, any number of ranks can save its step again.
     """
