@@ -444,12 +444,10 @@ def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
     try:
         for name, part in parts.items():
             part.load_state_dict(states[name])
-    except BaseException as error:
+    except BaseException:
         # A model loads what fits before it refuses the rest, and the optimizer may refuse after it.
         for each, part in parts.items():
             part.load_state_dict(before[each])
-        if isinstance(error, KeyError):  # an Adam, or a LambdaLR, misses something of its own
-            raise ValueError(f"the state of {name} has no {error}") from error
         raise
 
 
