@@ -369,9 +369,9 @@ def checkpoint_blocks(
         modules, something in `keep` no overload.
 
     Details:
-        1. Keys of state_dict(), classes and other models stay as they are.
-        2. Hooks of a block run once a call; a forward put on the block itself before still runs.
-        3. Blocks take and return anything, changing no argument; keywords may have any name.
+        1. Keys of state_dict(), classes and other models stay the same.
+        2. Hooks of a block run once a call; a forward put on the block before still runs.
+        3. Blocks take and return anything, changing no argument; keywords have any name.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may follow in a second call.
         6. Results of the overloads in `keep`, such as DEAR, are held, unless they are views or that
@@ -379,8 +379,8 @@ def checkpoint_blocks(
         7. Under autocast too: the same bits; `keep` has no casts.
         8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
            share nothing; a dropped result leaves nothing.
-        9. A held result changed in place: an error or right gradients. Nobody changes parameters
-           between the passes.
+        9. A held result changed in place, through no view: an error or right gradients. Nobody
+           changes parameters between the passes.
         10. Generators among a block's attributes and arguments count.
     """
     if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):

@@ -145,9 +145,11 @@ class TestPart2RecomputeDetails:
         in_eval = lambda model, *_: model.order[0].inner[1].eval()  # noqa: E731
         nest = lambda: [Nest(Counting(), nn.Dropout(0.25))]  # noqa: E731
         for error in (ValueError, KeyboardInterrupt):
-            given = {"call": partial(failing, error), "step": {"backward": tried_again}}
-            yield f"{error.__name__}, generators", chain(noisy, **given), 3
-            yield f"{error.__name__}, buffers and modes", chain(nest, spoil=in_eval, **given), 3
+            call, step = partial(failing, error), {"backward": tried_again}
+            drawn = {**step, "between": partial(torch.rand, 1)}  # the stream goes on until then
+            yield f"{error.__name__}, generators", chain(noisy, call=call, step=drawn), 3
+            spoilt = chain(nest, spoil=in_eval, call=call, step=step)
+            yield f"{error.__name__}, buffers and modes", spoilt, 3
 
     @pytest.mark.survives("recompute", 5)
     @recomputed("torch's checkpoint takes the function's keyword argument for its own")
