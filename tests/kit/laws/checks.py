@@ -230,7 +230,7 @@ def check_raises(
     *,
     mentions: Sequence[object] = (),
     when: str,
-    cause: str = "this input is not checked",
+    cause: str = "no check refuses this input",
 ) -> None:
     """Fail unless `call` raises one of `errors` and the message holds every text in `mentions`.
 
@@ -315,7 +315,7 @@ def is_raised_on_purpose(error: BaseException) -> bool:
 def _why_another(error: BaseException) -> str:
     if _last_line(error).startswith("assert"):
         return "an assert checks it: it raises AssertionError, and python -O leaves it out"
-    return "the input is not checked before it is used"
+    return "no check refuses this input before it is used"
 
 
 def _last_line(error: BaseException) -> str:

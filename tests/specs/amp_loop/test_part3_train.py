@@ -195,6 +195,7 @@ class TestPart3Train:
                     del saved["kept gradients"]
                     for name, state in saved.items():
                         told = f"{name}: the load leaves this otherwise than at the save"
+                        told += "; a part that is loaded later has drawn" * (name == "random state")
                         now, known = loaded[name], {told: loaded[name]}
                         check_equal(
                             now, state, f"{name} right after {what}", cause="", suspects=known

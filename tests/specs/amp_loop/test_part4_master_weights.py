@@ -135,7 +135,7 @@ class TestPart4MasterWeights:
         yield "frozen and tied", script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    @agrees("this input is not checked, or too late")
+    @agrees("no check refuses this input, or too late")
     def test_refuses_a_loss_scale_that_is_not_positive_and_finite(self):
         """Also where a gradient has overflowed: a scale that was halved too often is 0."""
         for scale, bad in product(("0.0", "-8.0", "2 * inf", "nan"), (None, inf)):

@@ -6,8 +6,8 @@ NO_GRAPH = (
     "the output has no graph: a reentrant checkpoint needs an argument that requires a gradient"
 )
 STREAM = (
-    "the second run does not put the stream back to where it was just before: it may end early, by"
-    " an exception (use finally)"
+    "the stream is not put back to where it was just before the second run; or only where that run"
+    " ends without an exception"
 )
 LAST_BLOCK = (
     "every block runs the last one: a function looks up the variable of a loop when it is late"

@@ -63,7 +63,7 @@ def clauses(gradients, step, passes, autocast, kept):
     return {
         "outcome": (
             "Raises",
-            "this input is not checked, an error is kept back, or hooks do not run",
+            "no check refuses this input, an error is kept back, or hooks do not run",
         ),
         "message": ("Raises", "the message does not say which value was wrong"),
         "error": ("Raises", "it is raised anew: another object, or other words"),

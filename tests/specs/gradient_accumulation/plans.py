@@ -188,7 +188,7 @@ def _side_by_side(rows, tags):
 
 
 FOUND = {
-    "outcome": ("Raises", "this input is not checked, or one rank does not raise"),
+    "outcome": ("Raises", "no check refuses this input, or one rank does not raise"),
     "message": (4, "the message does not say which value was wrong on this rank"),
     "optimizer steps": ("divisor", "a rank does not step, or steps at each micro-batch"),
     "gradients at": (

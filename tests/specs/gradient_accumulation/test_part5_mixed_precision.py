@@ -221,7 +221,7 @@ class TestPart5MixedPrecision:
             yield f"{dtype}, scaler {scaler}", *refused(chosen, mentions=[(dtype, *named)])
 
     @pytest.mark.survives("scaled_lr", "Raises")
-    @refuses("this input is not checked, or the message does not say which value was wrong")
+    @refuses("no check refuses this input, or the message does not say which value was wrong")
     def test_scaled_lr_refuses_what_has_no_meaning(self):
         for rule in ("cubic", "", "lin", "ear", "linear ", "Linear", "linearsqrt", "square"):
             yield f"rule {rule!r}", rule, 0.1, 4, 8, rule

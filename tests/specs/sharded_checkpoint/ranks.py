@@ -340,6 +340,6 @@ def drops_gradients(answer: Any, rank: int, folder: Path) -> None:
     next(model.parameters()).requires_grad_(False)
     (entry,) = os.scandir(folder.parent)  # no str, and no Path
     answer.load(entry, model, adamw([last]))
-    cause = "gradients of before are still there: of what is frozen now, or not in the optimizer"
+    cause = "gradients of before are there, of what is frozen or not in the optimizer; or zeros are"
     there = [name for name, p in named(model) if p.grad is not None]
     check_equal(there, [], "parameters with gradients", cause=cause)
