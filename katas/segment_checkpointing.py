@@ -57,7 +57,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
            alive, arguments may be kept.
         2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
            A result may require a gradient that it did not inside.
-        3. A checkpoint may stand inside the function of another, and saves there too.
+        3. A checkpoint may stand inside the function of another, and lowers the peak there too.
         4. After backward with retain_graph=True, backward works again.
         5. An error in either run comes through; a failed second run leaves the random stream as
            it was.
@@ -67,7 +67,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
            right gradients.
         9. A tensor given twice is one tensor in both runs. Results that share memory with
-           anything may not be changed in place. A Parameter is a plain tensor in the second run.
+           anything may not be changed in place.
     """
     raise NotImplementedError
 
@@ -165,9 +165,8 @@ def backward_with_snapshots(
     Details:
         1. Layers, `loss_fn` and backward run under the caller's autocast.
         2. It works for 1,200 layers with as many snapshots.
-        3. Under no_grad it raises RuntimeError, or gives the same gradients.
     """
     raise NotImplementedError
 
 
-# untouched stub 1b4b1ef2d007
+# untouched stub accc43c0eab6

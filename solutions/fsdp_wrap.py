@@ -58,7 +58,7 @@ def wrap(
         bfloat16    is what units gather and compute in, and what a block returns; gradients are
                     reduced in float32, shards and the model's output are float32
         checkpoint  an outermost block keeps its inputs only; all run again in backward, as far as
-                    needed; the calls stay
+                    needed; gathers and reductions stay
 
         >>> optimizer = wrap(model, mesh, Block, torch.optim.AdamW, dtype=torch.bfloat16)
 
@@ -75,11 +75,11 @@ def wrap(
 
     Details:
         1. A forward under no_grad gathers each unit once and leaves none gathered, with any option.
-           One with gradients has its backward pass before the next step.
+           After a forward with gradients comes its backward, before the next step.
         2. Values, buffers, state dict names, requires_grad and train mode stay.
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
-        4. Only the ranks of the mesh take part. A block may have several names, but is not inside
-           two blocks side by side.
+        4. Only the ranks of the mesh take part. A block may have several names; of two blocks
+           that hold it, one is inside the other.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In
            float32 nothing is cast: float64 inputs stay so.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
@@ -215,7 +215,7 @@ def train_step(
 
     Details:
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
-           gradients until then. Units that have never run are not asked for.
+           gradients until then. Every unit has run before that one ends.
         2. A sample counts once, however many tokens it has. No micro-batch is empty.
         3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
            step is made; no unit stays gathered, no gradient stays, and later passes are as without

@@ -114,8 +114,8 @@ def _new_bytes(values: Iterable[object], seen: set[int]) -> int:
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """Bytes that autograd holds for backward passes when `forward` has returned.
 
-        held      what was saved while `forward` ran and a graph still holds: that of its result,
-                  or another that somebody keeps, such as an auxiliary loss's
+        held      what was saved while `forward` ran, if a graph still holds it: its result's, or
+                  one that somebody keeps, such as an auxiliary loss's
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
         after     what it raises comes through and is not kept, even in a cycle; no hook is left;
@@ -198,8 +198,7 @@ def peak_memory(
         1. Every dtype counts, and every operation, under no_grad too. Under inference_mode,
            temporaries inside operations need not count.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
-        3. The peak is never below the baseline, no earlier measurement's counts; on the cpu a step
-           may itself measure.
+        3. The peak is at least the baseline; what an earlier measurement has seen does not count.
         4. A tensor that an operation makes larger (`resize_`, `out=`), or puts on another storage
            (`set_`, `torch.load`), counts with its new size.
         5. `untyped_storage().resize_(0)`, by which FSDP frees parameters, gives back its bytes.
@@ -287,12 +286,12 @@ def training_bytes(
 ) -> int:
     """Bytes of weights, gradients and optimizer state on one rank, by arithmetic.
 
-    A parameter takes, in this order:
+    Bytes of a parameter, its gradient and its optimizer state:
 
         sgd           4+4+0
         sgd_momentum  4+4+4
         adam          4+4+8
-        amp_adam      4+4+8: autocast keeps weights and gradients
+        amp_adam      4+4+8: under autocast weights and gradients stay float32
         master_adam   2+2+12: fp32 master weights and two moments
         lora_16bit    frozen weights of 2, and `trainable` adapter parameters as adam
         lora_4bit     frozen weights of 1/2, and adapters likewise

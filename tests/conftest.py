@@ -344,4 +344,5 @@ def _clean_torch() -> None:
     """Every spec starts from the same torch, whatever an answer before it has left behind."""
     note_classes()
     reset_torch()
+    untouched.called.clear()
     checks.bars.clear()

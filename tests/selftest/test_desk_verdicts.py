@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from selftest.tiny import House, hears_ctrl_c, house, new_folder, wait_for
+from selftest.tiny import SOLUTION, House, hears_ctrl_c, house, new_folder, wait_for
 from selftest.tiny_answers import ANSWERS, block, judge_text, line_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -105,6 +105,20 @@ def test_what_is_wrong_in_one_answer_is_not_blamed_in_the_next():
     assert code == 1
     assert out.count("with the reference's in its place") == 1
     assert "2 failed" in out
+
+
+def test_a_function_is_named_that_only_the_spec_has_called():
+    home = House(new_folder())
+    home.add_kata("tiny_mean")
+    home.write("tests/specs/tiny_mean/changes.py", "CHANGES = {}\n")
+    spec = home.root / "tests/specs/tiny_mean/test_part1_mean.py"
+    text = spec.read_text(encoding="utf-8").replace("[1.0], start=2.0", "[answer.Counter(1).add()]")
+    spec.write_text(text.replace("3.0, ", "1.0, "), encoding="utf-8")
+    home.write("counts.py", SOLUTION.replace("+= self.step", "+= self.step + 1"))
+    code, out = home.run("desk", "kata", "tiny_mean", "1", "--answers", "counts.py")
+    assert code == 1
+    found = block(out, "starts where it is told")
+    assert "cause     Counter: with the reference's in its place, mean passes this spec" in found
 
 
 def test_every_spec_and_every_bar_is_shown_if_asked_and_a_bar_where_it_fails():

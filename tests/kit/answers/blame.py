@@ -21,7 +21,7 @@ from kit.answers.edits import used
 from kit.answers.loading import Answer, materialise
 from kit.answers.marks import clause_of
 from kit.answers.reset_torch import reset_torch
-from kit.laws import checks
+from kit.laws import checks, untouched
 from kit.laws.checks import SpecFailure
 from kit.laws.suspects import of_function
 
@@ -38,8 +38,9 @@ def blamed(
 ) -> SpecFailure | None:
     """What to say instead of an error where another function than the spec's own is at fault."""
     function, mine = clause_of(item)[0].partition(".")[0], item.funcargs["answer"]
+    called = set() if error.sure else {*untouched.called}
     with contextlib.suppress(Exception):  # what was found before counts, whatever the file is like
-        for other in _others(answer, function):
+        for other in _others(answer, function, called):
             paths = {"answer": str(answer.path), "reference": str(answer.kata.solution)}
             text = _SWAPPED.format(**paths, function=other)
             # One path for each answer: several may be judged in one run, and a path is loaded once.
@@ -76,14 +77,14 @@ def _failure(item: pytest.Function, answer: ModuleType) -> BaseException | None:
     return None
 
 
-def _others(answer: Answer, function: str) -> Iterator[str]:
-    """What a function uses of the contract, if it is not just as in the reference."""
+def _others(answer: Answer, function: str, called: set[str]) -> Iterator[str]:
+    """What a function uses of the contract, or the spec, if it is not just as in the reference."""
     text, reference = (
         path.read_text(encoding="utf-8") for path in (answer.path, answer.kata.solution)
     )
     public = frozenset(name for name in functions(answer.kata.solution) if "." not in name)
     mine, theirs = _definitions(text), _definitions(reference)
-    for name in sorted(used(text, function, public) & public - {function}):
+    for name in sorted((used(text, function, public) | called) & public - {function}):
         if name in mine and ast.dump(mine[name]) != ast.dump(theirs[name]):
             yield name
 

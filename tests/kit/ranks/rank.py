@@ -58,7 +58,8 @@ class Report:
     """How a program ended: `data` is the pickle of its result, or of what it raised.
 
     `calls` counts the collective calls that it made; -1 if torch does not say. `raised` is the last
-    error that came out of the answer, whether the program expected it or not.
+    error that came out of the answer, whether the program expected it or not, and `called` are the
+    functions of the contract that were called.
     """
 
     failed: bool
@@ -66,6 +67,7 @@ class Report:
     bars: list[Bar]
     calls: int
     raised: str = ""
+    called: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class _Member:
         reset_torch()
         checks.bars.clear()
         untouched.raised.clear()
+        untouched.called.clear()
         for name, stream in self._streams.items():
             setattr(sys, name, stream)
         before, answer = self._calls(), ModuleType("no answer")
@@ -189,7 +192,8 @@ class _Member:
         for stream in self._streams.values():
             stream.end_line()
         made = calls - before if calls >= 0 else -1
-        return Report(failed, data, list(checks.bars), made, "".join(untouched.raised))
+        raised, called = "".join(untouched.raised), tuple(untouched.called)
+        return Report(failed, data, list(checks.bars), made, raised, called)
 
     def _guard(self, answer: ModuleType, program: Callable[..., object]) -> None:
         """Watch what the contract leaves alone, if changes.py beside the program asks for it."""

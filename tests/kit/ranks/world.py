@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from kit import forkserver
-from kit.laws import checks, draw
+from kit.laws import checks, draw, untouched
 from kit.patience import KNOWS_TURNS, Patience
 from kit.ranks.rank import InStep, Prints, Ready, Report, main
 from kit.ranks.rank_failures import (
@@ -210,7 +210,9 @@ class World:
         for number, end in ends.items():
             if isinstance(end, Dead):
                 errors.append(death(number, end))
-            elif end.failed:
+                continue
+            untouched.called.update(dict.fromkeys(end.called))
+            if end.failed:
                 errors.append(loads(end.data, answer))
                 bars = end.bars if len(errors) == 1 else bars
         checks.bars.extend(bars)

@@ -265,14 +265,6 @@ class TestPart4Snapshots:
             what = f"leaves whose gradient from before is lost after an error in {where}"
             check_equal(lost, 0, what, cause=cause, clause=UNTOUCHED)
 
-    @pytest.mark.survives("backward_with_snapshots", 3)
-    def test_gradients_do_not_get_lost_under_no_grad(self, answer, device):
-        layers, x = w.chain(5, device)[0].eval(), draw.randn(13, 5, device=device)
-        ask = lambda call: call(layers, x, w.loss_of, 2)  # noqa: E731
-        mine = torch.no_grad()(answer.backward_with_snapshots)
-        cause = "a run that needs a graph takes the caller's mode: torch.enable_grad() there"
-        w.check_right_or_refused(ask, plain_backward, mine, [*layers.parameters()], cause)
-
     @pytest.mark.survives("backward_with_snapshots", 1)
     @as_plain_backward("some layers run in another dtype, or on a weight's copy without a graph")
     def test_runs_under_the_callers_autocast(self):
