@@ -80,7 +80,7 @@ def test_what_differs_says_itself_whence_it_comes(got, words):
 @pytest.mark.parametrize(
     ("got", "want", "words"),
     [
-        (ONE.double(), ONE, "float64, not float32"),
+        (ONE.double(), ONE, "in float64; they belong in float32"),
         (T([[1.0, 2.0]]), T([1.0, 2.0]), r"in the shape \(1, 2\), not \(2,\)"),
         (T([1.0, 2.000001]), T([1.0, 2.0]), "but for the last digits"),
         (T([1.0, 2.000001]).double(), T([1.0, 2.0]).double(), "on the way is in float32"),

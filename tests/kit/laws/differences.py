@@ -103,7 +103,7 @@ def certain(got: object, want: object, what: str = "") -> str | None:
         return f"it is computed in {dtype}, or rounded to it" if dtype else None
     if got.dtype != want.dtype:
         kinds = [str(t.dtype).removeprefix("torch.") for t in (got, want)]
-        return f"the numbers are right, and {kinds[0]}, not {kinds[1]}"
+        return f"these are the right values in {kinds[0]}; they belong in {kinds[1]}"
     if got.shape != want.shape:
         return f"the numbers are right, in the shape {tuple(got.shape)}, not {tuple(want.shape)}"
     if not bool(off):

@@ -202,7 +202,7 @@ FOUND = {
     "result": ("Returns", "it is no share of the mean over the tokens of all ranks"),
     "output for": (5, "the caller's autocast keeps copies of older weights"),
     "kept gradients": ("Raises", "this rank has begun its window before it knew of the others"),
-    "weights": ("", "another step was taken, or one on what should have no gradient"),
+    "weights": ("", "another step was taken: other tokens or ranks count, or old gradients do"),
     "synchronises": (3, "no_sync() is entered and not left, or its flag is set by hand"),
     "training flags": ("untouched", "train() or eval() is called"),
     "data untouched": ("untouched", "the caller's tensors are changed in place"),

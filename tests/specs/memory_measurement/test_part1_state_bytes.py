@@ -55,8 +55,9 @@ def on_one_storage(*kinds):
 
     Each kind is in a module of its own.
     """
-    model = nn.ModuleList(nn.ParameterList([torch.zeros(8)]) for _ in kinds)
-    optimizer, flat, want = Optimizer(model.parameters(), {}), torch.zeros(24), [64, 0, 0, 0, 0]
+    model = nn.ModuleList(nn.ParameterList([torch.zeros(8).double()]) for _ in kinds)
+    flat, want = torch.zeros(24).double(), [2 * 64, 0, 0, 0, 0]
+    optimizer = Optimizer(model.parameters(), {})
     for n, (module, kind) in enumerate(zip(model, kinds, strict=True)):
         part = flat[8 * n :][:8]
         if kind == "parameter":
