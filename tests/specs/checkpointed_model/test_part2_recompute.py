@@ -76,7 +76,7 @@ class TestPart2Recompute:
         yield "dropout after a block in eval mode", chain(in_eval, call=_dropped)
 
     @pytest.mark.works("recompute", "buffers")
-    @recomputed("the second run finds what the first one, or the caller, left, or changes it again")
+    @recomputed("the second run finds what is there by then, or another mode than the first")
     def test_finds_the_same_buffers_again(self):
         """What depends on a counter or a running mean depends on when it runs."""
         yield "a counter and a mean", chain(counting)
