@@ -128,8 +128,7 @@ def train_step(
         2. A sample counts once, however many tokens it has. No micro-batch is empty.
         3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
            step is made; no unit stays gathered, no gradient stays, and later passes are as without
-           this one. (With sync="last" what was not reduced may stay, and get into the next step:
-           before torch 2.15 nothing public drops it.)
+           this one. (With sync="last" what was not reduced may stay, and get into the next step.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
@@ -143,4 +142,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 151e16c52f43
+# untouched stub c8485e226694
