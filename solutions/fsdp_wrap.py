@@ -53,7 +53,7 @@ def wrap(
         state       a rank holds its shards, their gradients and optimizer state, nothing whole
         calls       a step gathers each block for forward and again for backward, the root once,
                     and reduces each unit's gradients once
-        gathered    at most the block that runs, those around it, one ahead, the root's unit
+        gathered    in a chain at most the block that runs, those around, one ahead, the root's
         kept        reshard_after_forward=False gathers each unit once, until after backward
         bfloat16    is what units gather and compute in, and what a block returns; gradients are
                     reduced in float32, shards and the model's output are float32
