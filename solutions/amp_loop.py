@@ -107,7 +107,7 @@ def train_step(
     # the last step. Without one, leaving ours clears it anyway.
     torch.clear_autocast_cache()
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
-        # float() because a float16 loss times a scale of 65536 is infinite. No name for the
+        # float(): a float16 loss has the scale as its gradient, 65536 or infinite. No name for the
         # output: it would live through the backward pass.
         loss = loss_fn(model(inputs).float(), targets)
 
@@ -186,11 +186,11 @@ def _check_options(scaler: Scaler | None, dtype: torch.dtype, max_norm: float | 
 def _check_batch(batch: Batch) -> None:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f"batch must be a pair of tensors, not {type(batch).__name__}")
-    shapes = [tuple(part.shape) if isinstance(part, Tensor) else part for part in batch]
-    if not all(isinstance(shape, tuple) and shape for shape in shapes):
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part) for part in batch]
+    if not all(isinstance(part, Tensor) and part.dim() for part in batch):
         raise ValueError(f"batch must be two tensors with rows, not {shapes}")
     if len(batch[0]) != len(batch[1]) or len(batch[0]) == 0:
-        raise ValueError(f"as many inputs as targets, and some: {shapes}")
+        raise ValueError(f"as many inputs as targets, and at least one: {shapes}")
 
 
 # Part 2

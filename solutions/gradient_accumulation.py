@@ -97,7 +97,7 @@ def _count_samples(micro_batches: Sequence[Batch]) -> int:
     for batch in micro_batches:
         inputs, targets = _pair(batch)
         if len(inputs) != len(targets) or len(inputs) == 0:
-            raise ValueError(f"as many inputs as targets, and some: {len(inputs)}, {len(targets)}")
+            raise ValueError(f"as many inputs as targets, above 0: {len(inputs)}, {len(targets)}")
     if len(micro_batches) == 0:
         raise ValueError(f"a window needs a micro-batch, and has {len(micro_batches)}")
     return sum(len(inputs) for inputs, _ in micro_batches)
