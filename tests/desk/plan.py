@@ -6,20 +6,17 @@ import argparse
 import ast
 import dataclasses
 import difflib
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from desk import events, report, schema, source
+from desk import report, schema, source
 from desk.asked import Misuse, locate, named, reference_job
-from desk.events import TODO_KIND
-from desk.judge import judge
+from desk.one_call import OneCall, carry_out, show_problem
 from desk.paper import Paper
-from desk.screen import Screen
 from desk.verdict import Job, Verdict
-from desk.words import at, waited
+from desk.words import waited
 from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
@@ -29,27 +26,6 @@ _GIB = 2**30
 _CARDS = (24, 40, 80)  # GiB of common GPUs
 
 
-@dataclass(frozen=True)
-class PlanJob(Job):
-    """What to plan with: `sizes` by name, all of them."""
-
-    sizes: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def arguments(self) -> list[str]:
-        """What pytest is told to run."""
-        sizes = [f"--size={name}={number}" for name, number in self.sizes]
-        return [f"{_file(self.kata)}::plan", "-o", "python_functions=plan", *_PLUGIN, *sizes]
-
-    @property
-    def may_share(self) -> bool:
-        """There is one thing to run."""
-        return False
-
-
-_PLUGIN = ("-p", "desk.planner")
-
-
 def run(name: str | None, answers: str, given: dict[str, int], limit: float, paper: Paper) -> int:
     """Print the table that the answer comes to; where nothing is written yet, the reference's."""
     kata = _kata(name)
@@ -57,25 +33,23 @@ def run(name: str | None, answers: str, given: dict[str, int], limit: float, pap
     for other in given:
         if other not in sizes:
             raise Misuse(unknown_option(f"--{other}", kata))
-    job: Job = PlanJob(
-        kata, *locate(kata, answers), limit=limit, sizes=tuple({**sizes, **given}.items())
-    )
+    sizes |= given
+    options = ["-p", "desk.planner", *(f"--size={key}={number}" for key, number in sizes.items())]
+    location = locate(kata, answers)
+    job: Job = OneCall(kata, *location, limit=limit, function="plan", options=tuple(options))
     if answers == "katas" and is_untouched(job.path):
         paper.note(f"{kata.name}: nothing is written yet, so the reference plans instead")
         job = reference_job(job)
     paper.line(f"{kata.title} ({kata.name}) - a dry run of {shown(job.path)}", "bold")
     paper.line()
-    verdict = judge(job)
-    outcome = next(iter(verdict.outcomes.values()), None)
-    if outcome and outcome.result == events.SKIPPED:
-        raise Misuse(outcome.reason.removeprefix("Skipped: "))
-    found = outcome.plan if verdict.passed and outcome else None
+    verdict, outcome = carry_out(job)
+    found = outcome.plan if outcome else None
     if found:
         _draw(paper, found)
         paper.line(f"Time:    {waited()}")
     else:
-        _show_problem(paper, verdict)
-    paper.report(_report(verdict, {**sizes, **given}, found))
+        show_problem(paper, verdict, "table", "smaller sizes, or more seconds by --timeout")
+    paper.report(_report(verdict, sizes, found))
     return 0 if found else 1
 
 
@@ -218,22 +192,3 @@ def _unit(largest: int) -> tuple[str, int]:
     """The unit in which the largest number has at least one digit before the point."""
     units = (("GiB", _GIB), ("MiB", 2**20), ("KiB", 2**10))
     return next(((name, size) for name, size in units if largest >= size), ("Bytes", 1))
-
-
-def _show_problem(paper: Paper, verdict: Verdict) -> None:
-    screen = Screen(paper, verdict.job)
-    bad = verdict.bad
-    problem = bad.problem if bad else None
-    step = f"nox -s kata -- {verdict.job.kata.name}"
-    if not bad or not problem:
-        screen.trouble(verdict)
-    elif problem.kind == TODO_KIND:
-        paper.line(f"There is no table: {problem.got}: {at(problem)}")
-    else:
-        paper.line(f"There is no table: {problem.kind}", "bold red")
-        paper.line()
-        screen.problem(problem, bad.prints)
-        if problem.kind == "time-out":
-            step = "smaller sizes, or more seconds by --timeout"
-    paper.line()
-    paper.steps([("Next", step)])

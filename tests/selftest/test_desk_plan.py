@@ -103,7 +103,7 @@ def test_sizes_that_the_plan_refuses_are_refused_in_its_words():
 def desk(monkeypatch, tmp_path, capsys):
     """Commands in this process, on a house with the katas near, far and planless."""
     monkeypatch.setattr(catalog, "ROOT", tmp_path)
-    monkeypatch.setattr("desk.plan.judge", lambda job: pytest.fail("something was run"))
+    monkeypatch.setattr("desk.one_call.judge", lambda job: pytest.fail("something was run"))
     (tmp_path / "katas").mkdir()
     rows = [row_of(name) for name in ("near", "far", "planless")]
     (tmp_path / "katas" / "katas.toml").write_text("".join(rows))

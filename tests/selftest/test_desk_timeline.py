@@ -48,7 +48,7 @@ def test_the_peaks_of_three_ways_and_the_place_of_the_picture():
     [
         ("raises", in_mean("raise ValueError('x')"), "got       ValueError: x\n"),
         ("syntax", answer(("import math", "import math(")), "There is no picture: syntax error\n"),
-        ("tiny_mean", "", "There is no picture: not written\n"),
+        ("tiny_mean", "", "There is no picture: not written yet: katas/tiny_mean.py:"),
     ],
 )
 def test_an_answer_without_a_picture_is_told_why(name, text, words):
