@@ -11,7 +11,7 @@ import pytest
 
 from kit import patience
 from kit.patience import Patience, Spent, family, spent
-from selftest.tiny import House, later, new_folder, result, wait_for
+from selftest.tiny import House, new_folder, wait_for
 
 
 class Clocks:
@@ -173,15 +173,6 @@ def test_sleep():
 """
 
 
-def _endless() -> tuple[int, str]:
-    home = House(new_folder())
-    home.write("tests/selftest/test_endless.py", SPECS)
-    return home.run("pytest", "tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
-
-
-later("endless", _endless)
-
-
 BRIEF = """
 import subprocess
 
@@ -201,7 +192,9 @@ def test_a_process_may_end_while_it_is_looked_at() -> None:
 
 @pytest.mark.timeout(300)
 def test_specs_that_loop_or_wait_come_to_their_limit() -> None:
-    _, out = result("endless")
+    home = House(new_folder())
+    home.write("tests/selftest/test_endless.py", SPECS)
+    _, out = home.run("pytest", "tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
     assert "2 failed, 1 passed" in out
     assert out.count("Timeout (>1.0s) from pytest-timeout") >= 2
     assert "INTERNALERROR" not in out

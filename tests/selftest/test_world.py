@@ -18,7 +18,7 @@ from kit.ranks.collectives import Collective
 from kit.ranks.rank_failures import hang, is_waiting
 from kit.ranks.world import World
 from selftest import world_programs as programs
-from selftest.tiny import House, later, new_folder, result
+from selftest.tiny import House, new_folder
 
 pytestmark = pytest.mark.timeout(120)
 REDUCES = "dist.all_reduce(numbers, group=group)"
@@ -289,7 +289,7 @@ def mean(values, *, start=0.0):
 """
 
 
-def _judge_worldly() -> tuple[int, str]:
+def test_the_desk_tells_what_happened_in_a_rank():
     home = House(new_folder())
     home.add_kata("worldly")
     (home.root / "tests/specs/worldly/test_part2_counter.py").unlink()
@@ -299,16 +299,8 @@ def _judge_worldly() -> tuple[int, str]:
     temporary = home.root / "tmp"
     temporary.mkdir()
     arguments = ("kata", "worldly", "--all", "--answers", str(path))
-    seen = home.run("desk", *arguments, TMPDIR=str(temporary))
+    code, out = home.run("desk", *arguments, TMPDIR=str(temporary))
     assert not list(temporary.iterdir()), "temporary files are left"
-    return seen
-
-
-later("worldly", _judge_worldly)
-
-
-def test_the_desk_tells_what_happened_in_a_rank():
-    code, out = result("worldly")
     assert code == 1
     assert "Core part 1 passed: 2 specs (" in out
     assert "pass  survives  works in a larger world (three ranks)" in out

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 from kit.answers.stubs import make_stub
 from kit.catalog import ROOT
@@ -191,8 +190,6 @@ WALK_THROUGH = """\
 - *And a third?* It is not shown.
 """
 
-T = TypeVar("T")
-
 _ROW = """\
 [{name}]
 title = "{title}"
@@ -293,18 +290,6 @@ class House:
 
 
 Result = tuple[int, str]
-_RUNS: dict[str, Callable[[], Result]] = {}
-
-
-def later(name: str, run: Callable[[], Result]) -> None:
-    """Put down a run of somebody's processes, for all the tests that look at it."""
-    _RUNS[name] = run
-
-
-@cache
-def result(name: str) -> Result:
-    """What that run came to."""
-    return _RUNS[name]()
 
 
 @contextmanager
