@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import linecache
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any
 
@@ -104,10 +105,8 @@ def _sentence(error: SpecFailure, judged: Judged) -> str:
 
 def is_todo(error: BaseException, path: Path) -> bool:
     """Whether the candidate's own file says that it is not written; torch has such errors too."""
-    last = None
-    for frame, _ in _frames(error):
-        last = frame
-    return isinstance(error, NotImplementedError) and last is not None and _is_in(last, path)
+    frames = _frames(error)
+    return isinstance(error, NotImplementedError) and bool(frames) and _is_in(frames[-1][0], path)
 
 
 def place_in(error: BaseException, path: Path) -> Place | None:
@@ -126,14 +125,11 @@ def place_in(error: BaseException, path: Path) -> Place | None:
 
 def last_file(error: BaseException) -> str:
     """The file in which it was raised."""
-    return [frame.f_code.co_filename for frame, _ in _frames(error)][-1]
+    return _frames(error)[-1][0].f_code.co_filename
 
 
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    return [*walk_tb(error.__traceback__)]
 
 
 def _is_in(frame: FrameType, path: Path) -> bool:
@@ -268,7 +264,7 @@ def _left_debugger(by_q: bool, here: dict[str, Any]) -> Problem:
 
 
 def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Problem:
-    frame, _ = [*_frames(error)][-1]
+    frame, _ = _frames(error)[-1]
     if isinstance(error, AssertionError):
         first = next(iter(str(error).splitlines()), "the check does not hold")
         return Problem("wrong", first, "", "", **here)
@@ -294,7 +290,7 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
 
 def _last_line(error: BaseException) -> str:
     """The last line of a spec that ran, and what has raised if that is in a library."""
-    frame, line = [*_frames(error)][-1]
+    frame, line = _frames(error)[-1]
     judges = [(f.f_code.co_filename, n) for f, n in _frames(error) if _is_a_judges(f)]
     file, number = judges[-1] if judges else (frame.f_code.co_filename, line)
     code = linecache.getline(file, number).strip()
