@@ -29,6 +29,7 @@ from kit.answers import causes, figures
 from kit.answers.blame import blamed
 from kit.answers.contract import functions
 from kit.answers.loading import Answer, load, sources
+from kit.answers.marks import answer_of, case_of, name_of
 from kit.answers.reset_torch import note_classes, reset_torch
 from kit.answers.stubs import is_untouched
 from kit.catalog import find_kata
@@ -92,10 +93,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep a mistake only under the case that it names; skip what this device cannot show."""
-    named = {a.mistake for item in items if (a := _answer_of(item)) and _is_named(item, a)}
+    named = {a.mistake for item in items if (a := answer_of(item)) and _is_named(item, a)}
     kept, dropped = [], []
     for item in items:
-        answer = _answer_of(item)
+        answer = answer_of(item)
         # A mistake that names no case that there is stays under all of them, which say so.
         elsewhere = answer and answer.mistake in named and not _is_named(item, answer)
         (dropped if elsewhere else kept).append(item)
@@ -109,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _refuse_untouched_stubs(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Plain `pytest` before anything is written is a question, not hundreds of failures."""
-    stubs = {a.path for item in items if (a := _answer_of(item)) and a.kind == "katas"}
+    stubs = {a.path for item in items if (a := answer_of(item)) and a.kind == "katas"}
     judging = any(
         "desk.recorder" in (type(plugin).__module__, getattr(plugin, "__name__", ""))
         for plugin in config.pluginmanager.get_plugins()
@@ -122,31 +123,23 @@ def _refuse_untouched_stubs(config: pytest.Config, items: list[pytest.Item]) -> 
     )
 
 
-def _answer_of(item: pytest.Item) -> Answer | None:
-    callspec = getattr(item, "callspec", None)
-    answer = callspec.params.get("answer") if callspec else None
-    return answer if isinstance(answer, Answer) else None
-
-
 def _is_named(item: pytest.Item, answer: Answer) -> bool:
     """Whether a mistake names this spec, and this case of it if it names one."""
     wanted = answer.mistake.caught_by if answer.mistake else ""
-    return wanted in (_spec_of(item), getattr(item, "originalname", item.name))
+    return wanted in (_spec_of(item), name_of(item))
 
 
 def _spec_of(item: pytest.Item) -> str:
     """The spec's name and the id of its case, without the id of the answer."""
-    callspec = getattr(item, "callspec", None)
-    name = getattr(item, "originalname", item.name)
-    ids = [i for i in callspec._idlist if i != str(_answer_of(item))] if callspec else []
-    return f"{name}[{'-'.join(ids)}]" if ids else name
+    case = case_of(item)
+    return f"{name_of(item)}[{case}]" if case else name_of(item)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """Turn the outcome round for answers that must fail."""
     __tracebackhide__ = True
-    answer = _answer_of(pyfuncitem)
+    answer = answer_of(pyfuncitem)
     if answer is None or answer.kind not in ("stubs", "mistakes"):
         try:
             result = yield

@@ -8,6 +8,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import pytest
@@ -29,8 +30,7 @@ from desk.explain import Judged, explain, place_in
 from desk.verdict import part_of
 from kit import catalog
 from kit.answers import contract, loading
-from kit.answers.loading import Answer
-from kit.answers.marks import clause_of, group_of
+from kit.answers.marks import answer_of, case_of, clause_of, group_of, name_of
 from kit.catalog import Kata, Section
 from kit.memory.gpu import ends_the_gpu
 from kit.memory.ruler import human
@@ -201,14 +201,8 @@ def _chart(bar: Any) -> Chart:
     return Chart(bar["title"], bar["formula"], rows)
 
 
-def _answer(item: pytest.Item) -> Answer | None:
-    callspec = getattr(item, "callspec", None)
-    answer = callspec.params.get("answer") if callspec else None
-    return answer if isinstance(answer, Answer) else None
-
-
 def _judged(item: pytest.Item, importing: bool) -> Judged:
-    answer = _answer(item)
+    answer = answer_of(item)
     limit = float(item.config.getoption("timeout", None) or 0)
     path, reference = (answer.path, answer.kata.solution) if answer else (Path(), Path())
     function, clause = clause_of(item)
@@ -219,19 +213,14 @@ def _judged(item: pytest.Item, importing: bool) -> Judged:
 @functools.cache  # every report asks
 def _clauses(session: pytest.Session) -> dict[str, tuple[str, contract.Clause]]:
     """What each spec is about, by its name."""
-    return {getattr(item, "originalname", item.name): clause_of(item) for item in session.items}
+    return {name_of(item): clause_of(item) for item in session.items}
 
 
 def _is_importing(error: BaseException, item: pytest.Item) -> bool:
     """Whether the error came out of the import of the judged file, and not of the reference."""
-    answer = _answer(item)
-    trace = error.__traceback__
-    while answer and trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code is loading.load.__code__ and frame.f_locals["path"] == answer.path:
-            return True
-        trace = trace.tb_next
-    return False
+    answer, code = answer_of(item), loading.load.__code__
+    loads = (f for f, _ in walk_tb(error.__traceback__) if f.f_code is code)
+    return answer is not None and any(f.f_locals["path"] == answer.path for f in loads)
 
 
 def _spec(item: pytest.Item) -> Spec:
@@ -242,8 +231,8 @@ def _spec(item: pytest.Item) -> Spec:
         lap=_section(item).lap,
         function=function,
         group=group_of(item),
-        sentence=_sentence(item),
-        case=_case(item),
+        sentence=catalog.in_words(name_of(item)),
+        case=case_of(item),
         gpu=item.get_closest_marker("gpu") is not None,
         contract=contract.sentence(_kata(item).solution, function, clause) if clause else "",
     )
@@ -264,16 +253,3 @@ def _kata(item: pytest.Item) -> Kata:
 
 
 _kata_named = functools.cache(catalog.find_kata)  # it reads katas.toml, for each spec
-
-
-def _sentence(item: pytest.Item) -> str:
-    """The name of the spec as words."""
-    name: str = getattr(item, "originalname", item.name)
-    return catalog.in_words(name)
-
-
-def _case(item: pytest.Item) -> str:
-    """The id of the case, without that of the answer."""
-    callspec = getattr(item, "callspec", None)
-    ids = callspec._idlist if callspec else []
-    return "-".join(id for id in ids if id != str(_answer(item)))

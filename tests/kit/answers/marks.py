@@ -1,4 +1,4 @@
-"""What a spec is about: the mark of its group says it, or its class."""
+"""What a pytest item is: a spec of a group, about a clause, in some case, run with an answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kit.answers.contract import Clause
+from kit.answers.loading import Answer
 from kit.catalog import GROUPS
 
 
@@ -21,6 +22,25 @@ def clause_of(item: pytest.Item) -> tuple[str, Clause]:
     if mark and mark.args:
         return mark.args
     return getattr(getattr(item, "cls", None), "subject", ""), ""
+
+
+def answer_of(item: pytest.Item) -> Answer | None:
+    """The answer that it judges, if it is a spec."""
+    callspec = getattr(item, "callspec", None)
+    answer = callspec.params.get("answer") if callspec else None
+    return answer if isinstance(answer, Answer) else None
+
+
+def name_of(item: pytest.Item) -> str:
+    """The name of its function."""
+    return str(getattr(item, "originalname", item.name))
+
+
+def case_of(item: pytest.Item) -> str:
+    """The id of its case, without that of the answer."""
+    callspec = getattr(item, "callspec", None)
+    ids = callspec._idlist if callspec else []
+    return "-".join(id for id in ids if id != str(answer_of(item)))
 
 
 def subject_of(spec: Any) -> tuple[str, Clause]:
