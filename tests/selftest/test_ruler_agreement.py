@@ -5,8 +5,9 @@ Run with -s to see the table: bytes above the baseline by the ruler and by the C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,43 +17,32 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
+from kit.laws.toys import Block, mlp
 from kit.memory.profiler_peak import allocator_peaks
 from kit.memory.ruler import bytes_of, human, measure
+from kit.ranks.simulated import simulated_world
 
 Step = Callable[[], object]
 Workload = tuple[str, Step, list[object]]
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block of width 144 with 6 heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(144), nn.LayerNorm(144)
-        self.qkv, self.out = nn.Linear(144, 3 * 144), nn.Linear(144, 144)
-        self.mlp = nn.Sequential(nn.Linear(144, 576), nn.GELU(), nn.Linear(576, 144))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, time, 144), as is the result
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, 6, d // 6).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
-        result: torch.Tensor = x + self.mlp(self.norm2(x))
-        return result
-
-
 class BlockOfModules(Block):
-    """The same with nn.MultiheadAttention."""
+    """The block with nn.MultiheadAttention."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(144, heads=6)
         self.attention = nn.MultiheadAttention(144, 6, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm1(x)
         x = x + self.attention(h, h, h, need_weights=False)[0]
-        result: torch.Tensor = x + self.mlp(self.norm2(x))
+        result: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return result
+
+
+def blocks() -> nn.Sequential:
+    """Two of width 144 with 6 heads."""
+    return nn.Sequential(Block(144, heads=6), Block(144, heads=6))
 
 
 # Each step drops its own gradients: the witness cannot see the free of memory older than the step.
@@ -71,7 +61,7 @@ def forward_step(name: str, model: nn.Module, x: torch.Tensor) -> Workload:
 
 
 def amp_step(name: str, dtype: torch.dtype, foreach: bool) -> Workload:
-    model, x = nn.Sequential(Block(), Block()), draw.randn(5, 90, 144)
+    model, x = blocks(), draw.randn(5, 90, 144)
     optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype is torch.float16)
 
@@ -91,17 +81,15 @@ def amp_step(name: str, dtype: torch.dtype, foreach: bool) -> Workload:
 
 def workloads() -> list[Workload]:
     draw.seed(11)
-    mlp = nn.Sequential(
-        nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 10)
-    )
+    linear = mlp(200, 300, 500, 10, activation=nn.GELU)
     rows, labels = draw.randn(130, 200), draw.randint(10, (130,))
-    blocks, modules = nn.Sequential(Block(), Block()), nn.Sequential(BlockOfModules(), Block())
+    transformer, modules = blocks(), nn.Sequential(BlockOfModules(), Block(144, heads=6))
     words, classes = draw.randn(5, 90, 144), draw.randint(144, (5 * 90,))
     return [
-        forward_step("mlp, forward", mlp, rows),
-        backward_step("mlp, forward and backward", mlp, rows, labels),
-        forward_step("transformer, forward", blocks, words),
-        backward_step("transformer, forward and backward", blocks, words, classes),
+        forward_step("mlp, forward", linear, rows),
+        backward_step("mlp, forward and backward", linear, rows, labels),
+        forward_step("transformer, forward", transformer, words),
+        backward_step("transformer, forward and backward", transformer, words, classes),
         backward_step("nn.MultiheadAttention, both", modules, words, classes),
         amp_step("AMP bfloat16, Adam foreach", torch.bfloat16, foreach=True),
         amp_step("AMP bfloat16, Adam for-loop", torch.bfloat16, foreach=False),
@@ -146,7 +134,7 @@ def test_the_ruler_is_blind_to_the_scratch_memory_of_conv2d() -> None:
 
 def test_several_forwards_in_one_step_hold_one_more_set_of_activations_each() -> None:
     draw.seed(3)
-    model = nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 70))
+    model = mlp(200, 300, 70, activation=nn.GELU)
     x = draw.randn(130, 200)
 
     def together(n: int) -> None:
@@ -199,22 +187,10 @@ def test_one_checkpoint_around_everything_leaves_the_peak_and_one_per_block_lowe
 WORLD = 8
 
 
-@pytest.fixture
-def simulated_world() -> Iterator[None]:
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    yield
-    dist.destroy_process_group()
-
-
-def sharded(per_block: bool) -> nn.Sequential:
+def sharded(per_block: bool, mesh: Any) -> nn.Sequential:
     """8 blocks of a 360 x 360 weight (518,400 bytes), FSDP2 over the simulated ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (WORLD,))
     model = nn.Sequential(*(nn.Linear(360, 360, bias=False) for _ in range(8)))
     if per_block:
         for block in model:
@@ -224,19 +200,19 @@ def sharded(per_block: bool) -> nn.Sequential:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 does not run on the cpu")
-@pytest.mark.usefixtures("simulated_world")
 def test_fsdp_gives_freed_parameters_back_so_that_wrapping_each_block_lowers_the_peak() -> None:
     x = draw.randn(6, 360)
     full, peaks = 8 * 518_400, list[int]()
     for per_block in (True, False):
-        model = sharded(per_block)
+        with simulated_world(WORLD) as mesh:
+            model = sharded(per_block, mesh)
 
-        def step(model: nn.Module = model) -> None:
-            model(x).sum().backward()
-            model.zero_grad()
+            def step(model: nn.Module = model) -> None:
+                model(x).sum().backward()
+                model.zero_grad()
 
-        # the first step allocates the gathered parameters, and later steps grow them again
-        first, second = (measure(step, known=[model, x]) for _ in range(2))
+            # the first step allocates the gathered parameters, and later steps grow them again
+            first, second = (measure(step, known=[model, x]) for _ in range(2))
         assert first.baseline == second.baseline == bytes_of(model, x)
         assert first.above_baseline == second.above_baseline
         assert first.retained == second.retained == 0
@@ -248,25 +224,22 @@ def test_fsdp_gives_freed_parameters_back_so_that_wrapping_each_block_lowers_the
     assert peaks[0] <= full * 6 / 8
 
 
-@pytest.mark.usefixtures("simulated_world")
 def test_a_dtensor_counts_its_local_bytes_and_not_its_global_size() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = init_device_mesh("cpu", (WORLD,))
     local = torch.ones(30, 50)
-    x = DTensor.from_local(local, mesh, [Shard(0)])
-    y = DTensor.from_local(torch.ones(30, 50), mesh, [Shard(0)])
-    assert x.shape == (30 * WORLD, 50)
-    assert bytes_of(x) == bytes_of(local) == 6144  # 30 x 50 float32, rounded
-    reading = measure(lambda: (x + y) * 2, known=[x, y])
+    with simulated_world(WORLD) as mesh:
+        x, y = (DTensor.from_local(part, mesh, [Shard(0)]) for part in (local, local + 1))
+        assert x.shape == (30 * WORLD, 50)
+        assert bytes_of(x) == bytes_of(local) == 6144  # 30 x 50 float32, rounded
+        reading = measure(lambda: (x + y) * 2, known=[x, y])
     assert (reading.baseline, reading.above_baseline) == (2 * 6144, 2 * 6144)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_reading_is_the_allocators_own() -> None:
-    model = nn.Sequential(Block(), Block()).cuda()
+    model = blocks().cuda()
     x = draw.randn(5, 90, 144, device="cuda")
 
     def step() -> None:
