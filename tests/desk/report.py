@@ -102,35 +102,19 @@ def steps(pairs: Iterable[tuple[str, str]]) -> list[schema.Step]:
 
 def problem(found: events.Problem) -> schema.Problem:
     """With null for a place that is not known."""
-    return schema.Problem(
-        kind=found.kind,
-        expected=found.expected,
-        got=found.got,
-        scenario=found.scenario,
-        cause=found.cause,
-        sure=found.sure,
-        contract=found.contract,
-        path=found.path,
-        line=found.line or None,
-        column=found.caret or None,
-        function=found.function,
-        source=found.source,
-    )
+    fields = dataclasses.asdict(found)
+    place = {"line": found.line or None, "column": fields.pop("caret") or None}
+    return schema.Problem(**fields | place)
 
 
 def _spec(found: Verdict, spec: events.Spec) -> schema.Spec:
     outcome = found.outcomes.get(spec.id) or events.Outcome(spec.id, "")
     result = _result(found, spec)
     reason = outcome.reason.removeprefix("Skipped: ")
+    fields = dataclasses.asdict(spec)
+    del fields["gpu"]
     return schema.Spec(
-        id=spec.id,
-        part=spec.part,
-        lap=spec.lap,
-        function=spec.function,
-        contract=spec.contract,
-        group=spec.group,
-        sentence=spec.sentence,
-        case=spec.case,
+        **fields,
         result=result,
         seconds=round(outcome.seconds, 3),
         reason=(reason or words.NEEDS_GPU) if result == "not_checked" else "",
