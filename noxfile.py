@@ -108,7 +108,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Speed of verdicts, ruler and segments (a quarter of an hour): -- [watch, peers, ...]."""
+    """Speed of verdicts and of the ruler (a quarter of an hour): -- [watch, peers, ...]."""
     words = list(session.posargs)
     peers = words[:1] == ["peers"]  # references beside those of libraries, which it needs
     python = _python(session, "prove", *(["peers"] if peers else []))
