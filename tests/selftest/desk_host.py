@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import traceback
+from unittest import mock
 
 from desk.__main__ import main
 
@@ -22,23 +23,18 @@ IDLE = 30.0  # seconds
 def run(words: list[str], variables: dict[str, str]) -> tuple[int, str]:
     """Run one command as in a process of its own."""
     out = io.StringIO()
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            try:
-                code = main(words)
-            except SystemExit as end:
-                code = int(end.code or 0)
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with (
+        mock.patch.dict(os.environ, variables),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
     return code, out.getvalue()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kit.answers.catalogue import Entry, catalogue, read, together
-from kit.catalog import GROUPS, Kata, all_katas
+from kit.catalog import Kata, all_katas
+from selftest.test_clauses import clauses_of
 from selftest.tiny import (
     MISTAKES,
     SOLUTION,
@@ -140,35 +141,16 @@ def test_entries_with_the_same_spec_and_words_say_what_differs(kata: Kata) -> No
 
 
 @KATAS
-def test_the_spec_that_catches_a_mistake_is_there(kata: Kata) -> None:
-    specs = "\n".join(path.read_text(encoding="utf-8") for path in kata.specs.glob("test_*.py"))
-    there = set(re.findall(r"def (test_\w+)", specs))
-    assert [m.name for m in catalogue(kata)[0] if m.spec not in there] == []
-
-
-@KATAS
 def test_a_verdict_names_the_function_of_the_mistake(kata: Kata) -> None:
-    reference, functions = kata.solution.read_text(encoding="utf-8"), _functions(kata)
+    reference, clauses = kata.solution.read_text(encoding="utf-8"), clauses_of(kata.specs)
     elsewhere = []
     for mistake in catalogue(kata)[0]:
-        function = functions.get(mistake.caught_by.partition("[")[0])
+        function, _ = clauses.get(mistake.spec, ("", ""))
         if function and mistake.shows_in != function:
             text = mistake.source(reference) + END
             if all(part in text for part in _reached(function, reference)):
                 elsewhere.append(f"{mistake.name}: {function}, but it is not changed in it")
     assert elsewhere == []
-
-
-def _functions(kata: Kata) -> dict[str, str]:
-    """The function that each spec is about, where its group mark names one."""
-    found = {}
-    marks = {f"pytest.mark.{group}" for group in GROUPS}
-    for path in kata.specs.glob("test_*.py"):
-        for spec in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for mark in getattr(spec, "decorator_list", []):
-                if isinstance(mark, ast.Call) and ast.unparse(mark.func) in marks and mark.args:
-                    found[spec.name] = str(ast.literal_eval(mark.args[0]))
-    return found
 
 
 END = "\0"
