@@ -11,21 +11,26 @@ import threading
 import tty
 from collections.abc import Callable, Iterator
 
+from kit.forkserver import blocked
+
 
 class Terminal:
-    """Stdin, where it is a terminal, while the breakpoint() of an answer uses it."""
+    """Stdin, where it is a terminal, while the breakpoint() of an answer uses it.
+
+    Without SIGTTOU whoever is not in front may set things too, and is not stopped for it.
+    """
 
     def __init__(self, name: str | None = None) -> None:
         self.name = os.ttyname(0) if name is None else name
 
     def hand_over(self, group: int) -> None:
         """Let a group of processes read from it; Ctrl-C goes to them."""
-        with _in_the_background(), contextlib.suppress(OSError):
+        with blocked(signal.SIGTTOU), contextlib.suppress(OSError):
             os.tcsetpgrp(0, group)
 
     def take_back(self) -> None:
         """Read from it again."""
-        with _in_the_background(), contextlib.suppress(OSError):
+        with blocked(signal.SIGTTOU), contextlib.suppress(OSError):
             os.tcsetpgrp(0, os.getpgrp())
 
 
@@ -66,11 +71,11 @@ class Keys(Terminal):
         self._may_read.clear()
         os.write(self._waker, b".")
         self._is_waiting.wait(1.0)
-        with _in_the_background(), contextlib.suppress(termios.error):
+        with blocked(signal.SIGTTOU), contextlib.suppress(termios.error):
             termios.tcsetattr(0, termios.TCSADRAIN, self._mode)
 
     def _resume(self) -> None:
-        with _in_the_background(), contextlib.suppress(termios.error):
+        with blocked(signal.SIGTTOU), contextlib.suppress(termios.error):
             tty.setcbreak(0)  # Ctrl-C is still Ctrl-C
         self._is_waiting.clear()
         self._may_read.set()
@@ -93,16 +98,6 @@ class Keys(Terminal):
 def own_terminal() -> Terminal | None:
     """Where somebody can answer a debugger, if there is such a place."""
     return Terminal() if os.isatty(0) and os.isatty(1) else None
-
-
-@contextlib.contextmanager
-def _in_the_background() -> Iterator[None]:
-    """Whoever is not in front may set things too, and is not stopped for it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,8 @@ def start() -> Path:
 
 def _ensure_running() -> None:
     assert _folder is not None
-    with _ctrl_c_later(), _environment(_folder):
+    # It ignores Ctrl-C from its first moment, for it inherits what is blocked.
+    with blocked(signal.SIGINT), _environment(_folder):
         forkserver.ForkServer.ensure_running(_server)
 
 
@@ -212,9 +213,9 @@ def _await_end(number: int) -> None:
 
 
 @contextmanager
-def _ctrl_c_later() -> Iterator[None]:
-    """What is started here ignores Ctrl-C from its first moment: it inherits what is blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def blocked(number: signal.Signals) -> Iterator[None]:
+    """This thread hears of a signal at the end of this; what it starts has it blocked too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:
