@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 from pathlib import Path
 
 from desk import report, schema
 from desk.asked import named
 from desk.paper import Paper
+from desk.state import write_whole
 from kit import catalog
 from kit.answers.stubs import is_untouched, make_stub
 from kit.catalog import Kata, shown
@@ -36,7 +36,7 @@ def _reset(paper: Paper, kata: Kata, force: bool) -> schema.Stub:
             return schema.Stub(name, shown(path), written=False, kept="")
         kept = shown(_keep(path))
         paper.line(f"{shown(path)} is kept as {kept}")
-    _write(path, stub)
+    write_whole(path, stub)
     paper.line(f"{shown(path)} is a fresh stub.")
     return schema.Stub(name, shown(path), written=True, kept=kept)
 
@@ -51,16 +51,3 @@ def _keep(path: Path) -> Path:
             continue
         return kept
     raise AssertionError("unreachable")
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file at once, so that an interruption leaves the old one or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -134,16 +134,10 @@ class State:
 
     def _write(self, path: Path, record: Record) -> None:
         data = {"version": VERSION, **dataclasses.asdict(record)}
-        temporary = ""
         try:
             self._folder.mkdir(exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=f".{path.stem}-")
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file, indent=1)
-            os.replace(temporary, path)
+            write_whole(path, json.dumps(data, indent=1))
         except OSError as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
             why = error.strerror or error
             self._say(f"The verdict could not be kept in {shown(self._folder)}: {why}.")
 
@@ -161,6 +155,19 @@ class State:
             self._say(f"{what}, nor be renamed: {error.strerror or error}.")
             return
         self._say(f"{what}; it is now {shown(other)}.")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file at once, so that an interruption leaves the old one or the new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def is_complete(verdict: Verdict) -> bool:

@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_leaves_the_old_verdict_and_nothing_else(said, monke
     def full(*arguments: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept.json, "dump", full)
+    monkeypatch.setattr(kept.os, "replace", full)
     _write("katas/tiny.py", "another answer")
     _keep(said, _verdict(FAILED))
     assert said == ["The verdict could not be kept in .katas: No space left on device."]
