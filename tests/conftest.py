@@ -111,10 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _refuse_untouched_stubs(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Plain `pytest` before anything is written is a question, not hundreds of failures."""
     stubs = {a.path for item in items if (a := answer_of(item)) and a.kind == "katas"}
-    judging = any(
-        "desk.recorder" in (type(plugin).__module__, getattr(plugin, "__name__", ""))
-        for plugin in config.pluginmanager.get_plugins()
-    )
+    plugins = config.pluginmanager.get_plugins()
+    judging = any(type(plugin).__module__ == "desk.recorder" for plugin in plugins)
     if judging or config.option.collectonly or not stubs or not all(map(is_untouched, stubs)):
         return
     raise pytest.UsageError(

@@ -74,12 +74,12 @@ class Paper:
         row = " " * indent + clean(text)
         self._put(Text(row if len(row) <= self.width else row[: self.width - 4] + " ..."))
 
-    def marked(self, word: str, style: str, rest: str, *, indent: int = 2, hang: int = 18) -> None:
+    def marked(self, word: str, style: str, rest: str) -> None:
         """A line that starts with a coloured word."""
-        first, *others = wrap(clean(rest), self.width - hang)
-        self._put(Text(" " * indent) + Text(word, style) + Text("  " + first))
+        first, *others = wrap(clean(rest), self.width - 18)
+        self._put(Text("  ") + Text(word, style) + Text("  " + first))
         for row in others:
-            self._put(Text(" " * hang + row))
+            self._put(Text(" " * 18 + row))
 
     def table(self, table: Table) -> None:
         """A table, as wide as the paper at most."""

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kit.laws import draw
+from kit.laws import draw, toys
 from kit.memory.resident import resident
-from kit.memory.ruler import LiveBytes, Reading, bytes_of, human, measure
+from kit.memory.ruler import Reading, bytes_of, human, measure
 
 KIB = 1024
 
 
 def mlp() -> nn.Sequential:
     draw.seed(3)
-    return nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 70))
+    return toys.mlp(200, 300, 70, activation=nn.GELU)
 
 
 def training_step(model: nn.Module, x: torch.Tensor) -> None:
@@ -226,10 +226,6 @@ def test_an_import_inside_the_step_does_not_hold_activations(
     assert "module_with_a_cycle" in sys.modules
     assert reading.above_baseline == 12 * KIB
     monkeypatch.delitem(sys.modules, "module_with_a_cycle")
-
-
-def test_the_mode_is_not_wrapped_for_dynamo_which_takes_seconds_to_import() -> None:
-    assert not hasattr(LiveBytes.__torch_dispatch__, "__wrapped__")
 
 
 def test_a_second_smaller_step_does_not_report_the_peak_of_the_first() -> None:

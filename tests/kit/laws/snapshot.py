@@ -19,14 +19,11 @@ class Snapshot:
         self.model, self.optimizer = model, optimizer
         self.before = self._now()
 
-    def check_unchanged(
-        self, when: str, *, cause: str, gradients: bool = True, clause: str = ""
-    ) -> None:
-        """Fail if weights, optimizer state or (unless told otherwise) gradients are others now."""
+    def check_unchanged(self, when: str, *, cause: str, clause: str = "") -> None:
+        """Fail if weights, gradients or optimizer state are others now."""
         __tracebackhide__ = True
         now = self._now()
-        kinds = ["weights", "optimizer state"] + (["gradients"] if gradients else [])
-        changed = [kind for kind in kinds if not same(self.before[kind], now[kind])]
+        changed = [kind for kind in now if not same(self.before[kind], now[kind])]
         check(
             not changed,
             expected=f"weights, gradients and optimizer state as before {when}",

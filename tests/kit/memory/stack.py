@@ -42,9 +42,9 @@ def highest(rows: list[Row]) -> Row:
     return max(rows, key=lambda row: sum(row.values()))
 
 
-def thin(rows: list[Row], most: int = 400) -> list[Row]:
-    """So few of the rows that a plot can show them, with the highest of each stretch."""
-    size = -(-len(rows) // most)
+def thin(rows: list[Row]) -> list[Row]:
+    """400 rows at most, so few that a plot can show them, with the highest of each stretch."""
+    size = -(-len(rows) // 400)
     return [highest(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
