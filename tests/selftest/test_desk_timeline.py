@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import closing
 from importlib import import_module
 
 import pytest
@@ -84,9 +85,8 @@ def test_a_memory_bar_that_fails_names_the_picture():
 
 @pytest.fixture(scope="module")
 def world():
-    world = World(2)
-    yield world
-    world.close()
+    with closing(World(2)) as world:
+        yield world
 
 
 @pytest.mark.parametrize("kata", [k for k in all_katas() if k.has_timeline], ids=lambda k: k.name)

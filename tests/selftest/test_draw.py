@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,12 +63,10 @@ def test_no_shift_leaves_a_seed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ranks_draw_from_moved_seeds_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(draw.SHIFT_VARIABLE, "7")
-    path, world = tmp_path / "answer.py", World(1)
+    path = tmp_path / "answer.py"
     path.write_text(programs.ANSWER, encoding="utf-8")
-    try:
+    with closing(World(1)) as world:
         (there,) = world.run(load(path), programs.state, False)
-    finally:
-        world.close()
     reset_torch()
     assert there[2] == torch.rand(1).item()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import closing
 
 import psutil
 import pytest
@@ -22,31 +23,25 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def ours():
-    world = World(2)
-    yield world
-    world.close()
+    with closing(World(2)) as world:
+        yield world
 
 
 @pytest.fixture(scope="module")
 def large():
-    world = World(4)
-    yield world
-    world.close()
+    with closing(World(4)) as world:
+        yield world
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_world_has_the_size_that_it_is_told(bad, size):
-    world = World(size)
-    try:
+    with closing(World(size)) as world:
         results = world.run(bad, programs.world_size)
         assert results == [(size, size * 1.0, forkserver.pid())] * size
-    finally:
-        world.close()
 
 
 def test_a_world_of_one_is_judged_like_the_others(bad):
-    world = World(1)
-    try:
+    with closing(World(1)) as world:
         with pytest.raises(ValueError, match=r"^bad 0"):
             world.run(bad, programs.value_errors)
         with pytest.raises(SpecFailure, match="time-out: rank 0 is still at line"):
@@ -54,8 +49,6 @@ def test_a_world_of_one_is_judged_like_the_others(bad):
         with pytest.raises(SpecFailure, match=r"rank 0 has ended \(exit code 3\)"):
             world.run(bad, programs.on_rank_0, "vanish")
         assert world.run(bad, programs.who)[0][0] == 0
-    finally:
-        world.close()
 
 
 def test_a_world_that_breaks_leaves_the_others_as_they_are(ours, large, bad):
@@ -85,9 +78,8 @@ def test_a_server_that_dies_is_replaced(ours, bad):
     ours.run(bad, programs.who)
     pids, old = ours.pids, forkserver.pid()
     os.kill(old, signal.SIGKILL)
-    world = World(1)
-    assert len(world.run(bad, programs.who)) == 1
-    world.close()
+    with closing(World(1)) as world:
+        assert len(world.run(bad, programs.who)) == 1
     assert forkserver.pid() != old
     assert [pid for _, pid, *_ in ours.run(bad, programs.who)] == pids  # they need no server
     ours.close()
