@@ -72,17 +72,16 @@ def test_a_whole_verdict_after_a_save(benchmark, kata: Kata, watch: Terminal) ->
 
 
 def test_a_whole_verdict_without_anything_warm(benchmark, kata: Kata) -> None:
-    def judge() -> None:
-        home = House.of(ROOT)
+    def judge(home: House) -> None:
         code, _ = home.desk("kata", kata.name, "--answers", "solutions")
         assert code == 0
 
-    benchmark.pedantic(judge, rounds=5)
+    benchmark.pedantic(judge, setup=lambda: ((_copy(),), {}), rounds=5)
 
 
 def test_the_board(benchmark) -> None:
-    def board() -> None:
-        code, _ = House.of(ROOT).desk("board")
+    def board(home: House) -> None:
+        code, _ = home.desk("board")
         assert code == 0
 
-    benchmark.pedantic(board, rounds=5)
+    benchmark.pedantic(board, setup=lambda: ((_copy(),), {}), rounds=5)
