@@ -278,6 +278,8 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
         expected = "no error in the backward pass"
         return Problem("error", got, expected, cause, sure=is_without_graph, **here)
     cause = meaning(error) or "the spec could not use what it was given"
+    if "'NoneType'" in got:
+        cause = "there is None: a function has no `return` on this way, or a tensor no gradient"
     return Problem(
         "error",
         got,
