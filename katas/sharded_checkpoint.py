@@ -64,7 +64,7 @@ def build(
     raise NotImplementedError
 
 
-# Part 2; what a killed or failed save leaves is part 3
+# Part 2; what a killed or failed save leaves is part 3, the stretch
 
 
 def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -122,7 +122,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     raise NotImplementedError
 
 
-# Part 4
+# Part 4, the stretch
 
 
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -162,4 +162,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 3f8fa57fed01
+# untouched stub e82249c0d577

@@ -451,7 +451,7 @@ def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
         raise
 
 
-# Part 4
+# Part 4, the stretch
 
 
 class MasterWeights:

@@ -174,7 +174,7 @@ def _own_parameters(module: nn.Module, block_types: BlockTypes) -> Iterator[nn.P
             yield from _own_parameters(child, block_types)
 
 
-# Part 3; sync="last" is part 4
+# Part 3; sync="last" is part 4, the stretch
 
 
 class StepResult(NamedTuple):

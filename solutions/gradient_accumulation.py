@@ -178,7 +178,7 @@ def _sum_over_tokens(logits: Tensor, targets: Tensor, ignore_index: int) -> Tens
     )
 
 
-# Part 3; mixed precision is part 5
+# Part 3; mixed precision is part 5, the stretch
 
 
 def train_epoch(
@@ -389,7 +389,7 @@ def accumulate_on_ranks(
     return torch.stack(shares).sum()
 
 
-# Part 5
+# Part 5, the stretch
 
 
 def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> float:

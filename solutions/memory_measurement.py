@@ -168,7 +168,7 @@ class _Box:
         self.tensor = tensor
 
 
-# Part 3
+# Part 3, the stretch: part 4 comes before it
 
 
 def peak_memory(

@@ -262,7 +262,7 @@ def best_segments(num_layers: int) -> int:
     return min(range(1, num_layers + 1), key=lambda n: n + -(-num_layers // n))
 
 
-# Part 4
+# Part 4, the stretch
 
 
 def fewest_extra_steps(num_layers: int, snapshots: int) -> int:

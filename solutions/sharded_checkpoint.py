@@ -128,7 +128,7 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
         setattr(module, name, shard)
 
 
-# Part 2; what a killed or failed save leaves is part 3
+# Part 2; what a killed or failed save leaves is part 3, the stretch
 
 
 def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -291,7 +291,7 @@ def _together(action: Callable[[], _T]) -> _T:
     return result[0]
 
 
-# Part 4
+# Part 4, the stretch
 
 
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:

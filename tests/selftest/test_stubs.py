@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 
 import pytest
@@ -231,3 +232,10 @@ def bodies(text: str) -> list[str]:
     """What the functions do: where that is nothing, a formatter has been at work, and nobody."""
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     return [ast.unparse(node.body[ast.get_docstring(node) is not None :]) for node in functions]
+
+
+@pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
+def test_a_stub_says_which_part_is_the_stretch(kata):
+    stub = make_stub(kata.solution.read_text(encoding="utf-8"))
+    comments = re.findall(r"^# .*part (\d), the stretch", stub, re.MULTILINE | re.IGNORECASE)
+    assert {*map(int, comments)} == {p.number for p in kata.parts if p.lap == "stretch"}
