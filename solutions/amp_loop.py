@@ -107,7 +107,7 @@ def train_step(
     # the last step. Without one, leaving ours clears it anyway.
     torch.clear_autocast_cache()
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
-        # float(): a float16 loss has the scale as its gradient, 65536 or infinite. No name for the
+        # float(): the gradient of the loss is the scale, infinite in float16. No name for the
         # output: it would live through the backward pass.
         loss = loss_fn(model(inputs).float(), targets)
 

@@ -277,9 +277,9 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
             cause = "what your code has returned has no graph: it is detached, or was made without"
         expected = "no error in the backward pass"
         return Problem("error", got, expected, cause, sure=is_without_graph, **here)
-    cause = meaning(error) or "the spec could not use what it was given"
-    if "'NoneType'" in got:
-        cause = "there is None: a function has no `return` on this way, or a tensor no gradient"
+    none = "the spec has met a None, as a missing `return` or gradient leaves one"
+    unknown = none if "'NoneType'" in got else "the spec could not use what it was given"
+    cause = meaning(error) or unknown
     return Problem(
         "error",
         got,

@@ -148,7 +148,9 @@ def test_what_the_spec_cannot_use_is_told_with_the_definition_and_the_line_of_th
     assert problem.expected == "a call of mean and a result that can be used"
     assert "'NoneType' object has no attribute 'item'" in problem.got
     assert problem.source.startswith("def mean(")
-    assert problem.cause.startswith("there is None: a function has no `return`")
+    assert problem.cause.startswith(
+        "the spec has met a None, as a missing `return` or gradient leaves one"
+    )
     assert "`problem = told(mine, lambda module: module.mean([1.0]).item())`" in problem.cause
     problem = told(mine, lambda module: torch.nn.Linear(2, 2)(torch.ones(1, 3)))
     assert "torch.nn.Linear(2, 2)(torch.ones(1, 3))" in problem.cause

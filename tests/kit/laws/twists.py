@@ -312,6 +312,7 @@ def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
         ("three tensors", (ones(2, 7), ones(2, 5), ones(2))),
         ("inputs without targets", (ones(2, 7),)),
         ("one tensor of two rows", ones(2, 7)),
+        ("lists of numbers", ([1.0, 2.0], [1.0, 2.0])),
         ("tuples of numbers", ((1.0, 2.0), (1.0, 2.0))),
         ("tensors without rows", (ones(()), ones(()))),
         ("a tensor and None", (ones(2, 7), None)),

@@ -47,8 +47,8 @@ _RANDOM = "random state of torch"
 
 # The last error that a guarded call has raised, in words: a spec may have expected it.
 raised: list[str] = []
-# The names of guarded functions that were called in a spec, in order.
-called: dict[str, None] = {}
+# The names of guarded functions that were called in a spec.
+called: set[str] = set()
 
 Named = dict[str, int]  # attributes by name: 0, or which callable it is
 
@@ -93,7 +93,7 @@ def _guarded(name: str, function: Callable[..., Any], free: tuple[str, ...]) -> 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        called.setdefault(name.partition(".")[0])
+        called.add(name.partition(".")[0])
         in_force = _in_force() | _random(free)
         looks = [look for part in _parts([*args, *kwargs.values()], set()) for look in _looks(part)]
         carried = [(observable, look, look()) for observable, look in looks]

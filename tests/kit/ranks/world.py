@@ -211,7 +211,7 @@ class World:
             if isinstance(end, Dead):
                 errors.append(death(number, end))
                 continue
-            untouched.called.update(dict.fromkeys(end.called))
+            untouched.called.update(end.called)
             if end.failed:
                 errors.append(loads(end.data, answer))
                 bars = end.bars if len(errors) == 1 else bars

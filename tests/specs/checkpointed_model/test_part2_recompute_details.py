@@ -145,11 +145,10 @@ class TestPart2RecomputeDetails:
         in_eval = lambda model, *_: model.order[0].inner[1].eval()  # noqa: E731
         nest = lambda: [Nest(Counting(), nn.Dropout(0.25))]  # noqa: E731
         for error in (ValueError, KeyboardInterrupt):
-            call, step = partial(failing, error), {"backward": tried_again}
-            drawn = {**step, "between": partial(torch.rand, 1)}  # the stream goes on until then
-            yield f"{error.__name__}, generators", chain(noisy, call=call, step=drawn), 3
-            spoilt = chain(nest, spoil=in_eval, call=call, step=step)
-            yield f"{error.__name__}, buffers and modes", spoilt, 3
+            given = {"call": partial(failing, error), "step": {"backward": tried_again}}
+            drawn = chain(noisy, spoil=_draw_on, **given)  # all streams go on until then
+            yield f"{error.__name__}, generators", drawn, 3
+            yield f"{error.__name__}, buffers and modes", chain(nest, spoil=in_eval, **given), 3
 
     @pytest.mark.survives("recompute", 5)
     @recomputed("torch's checkpoint takes the function's keyword argument for its own")
@@ -225,6 +224,14 @@ class TestPart2RecomputeDetails:
         check_equal(ran, [], "runs of the function", cause="state is checked too late")
 
 
+def _draw_on(model, *_):
+    """From torch's stream, and from all of the model's."""
+    torch.rand(3)
+    for module in model.modules():
+        for generator in getattr(module, "generators", ()):
+            torch.rand(3, generator=generator, device=generator.device)
+
+
 def _others_between(make):
     """Other numbers are drawn between two backward passes, and buffers are replaced."""
     models = []
@@ -232,9 +239,7 @@ def _others_between(make):
     def backward(loss):
         loss.backward(retain_graph=True)
         replace_buffers(models[-1])
-        for module in models[-1].modules():
-            for generator in getattr(module, "generators", ()):
-                torch.rand(3, generator=generator, device=generator.device)
+        _draw_on(models[-1])
         loss.backward()
 
     return chain(make, spoil=lambda model, *_: models.append(model), step={"backward": backward})

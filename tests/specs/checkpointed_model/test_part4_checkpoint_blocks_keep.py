@@ -44,6 +44,7 @@ ATTENTION = [
 ]
 CHOICE = [TOPK, ARGMAX, ITEM, ADDMM]
 DEAR = [*MATMULS, *ATTENTION]
+VIEWS = [ATEN.slice.Tensor, ATEN.select.int, ATEN.transpose.int, ATEN.view.default]
 
 
 class Calls(DispatchMode):
@@ -108,12 +109,15 @@ class Routed(Noisy):
         return x + torch.tanh(y * before * places.float())
 
 
-class Sliced(Noisy):
-    """What is written to a view is read from its base."""
+class Viewed(Noisy):
+    """What is written to views is read from their base."""
 
     def forward(self, x):
         y = self.up(x) * 2.0
         y[:, 1:3].mul_(0.5)
+        y[:, 0].mul_(0.5)
+        y.transpose(0, 1).mul_(0.5)
+        y.view(-1).mul_(0.5)
         return x + torch.tanh(y)
 
 
@@ -172,8 +176,7 @@ class TestPart4CheckpointBlocksKeep:
         yield "no_grad", chain(lambda: [Noisy()], step={"outer": torch.no_grad}), [1], 1, DEAR
         yield "copies, of buffers too", chain(lambda: [Copying()]), [1], 2, [ATEN.clone.default]
         yield "choices", chain(lambda: [Choosing()]), [1], 2, CHOICE
-        view = [ADDMM, ATEN.slice.Tensor]
-        yield "a view that is written to", chain(lambda: [Sliced()]), [1], 2, view
+        yield "views that are written to", chain(lambda: [Viewed()]), [1], 2, [ADDMM, *VIEWS]
         for dtype in HALVES:
             step = {"outer": autocast(dtype)}
             yield f"{dtype}", chain(two_noisy, step=step), [2], 2, DEAR
