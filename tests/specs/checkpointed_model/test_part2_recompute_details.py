@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from kit.laws import draw
 from kit.laws.checks import check_equal, check_raises
 from kit.laws.scenarios import once, scenarios
 from kit.laws.toys import mlp
@@ -226,7 +227,7 @@ class TestPart2RecomputeDetails:
 
 def _draw_on(model, *_):
     """From torch's stream, and from all of the model's."""
-    torch.rand(3)
+    draw.next_random(torch.get_default_device())
     for module in model.modules():
         for generator in getattr(module, "generators", ()):
             torch.rand(3, generator=generator, device=generator.device)
