@@ -75,6 +75,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         gpu.prepare(torch.device("cuda"))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """A number alone says nothing to whoever reads it."""
+    return f"{argname}={val}" if isinstance(val, int | float) else None
+
+
 _sources = functools.cache(sources)  # it writes a file for each mistake
 
 
