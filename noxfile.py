@@ -57,7 +57,7 @@ def watch(session: nox.Session) -> None:
 
 @nox.session
 def hint(session: nox.Session) -> None:
-    """One hint at a time, for the part in hand or another: -- [NAME] [PART] [RUNG]."""
+    """One hint at a time, for the part in hand or another: -- [NAME] [PART] [HINT]."""
     _desk(session, "hint")
 
 
@@ -75,7 +75,7 @@ def plan(session: nox.Session) -> None:
 
 @nox.session
 def timeline(session: nox.Session) -> None:
-    """A picture of live bytes through one step, yours beside the reference's: -- NAME."""
+    """A picture of live bytes through one step, yours beside the reference's: -- [NAME]."""
     _desk(session, "timeline")
 
 

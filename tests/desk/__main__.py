@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("board", help="where every kata stands, and what to do next")
 
-    command = commands.add_parser("kata", help="judge one kata, or the next unsolved one")
+    command = commands.add_parser("kata", help="judge one kata, or the one in hand")
     command.add_argument("name", nargs="?", help="a name, or a number on the board")
     command.add_argument("part", nargs="?", help="the number of one part, to judge it alone")
     command.add_argument("--all", action="store_true", help="run on after the first failure")
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("hint", help="one hint, for the part in hand or another")
     command.add_argument("name", nargs="?", help="a name, or a number on the board")
     command.add_argument("part", nargs="?", help="without it, the part in hand")
-    command.add_argument("rung", nargs="?", help="without it, the first")
+    command.add_argument("rung", nargs="?", metavar="hint", help="without it, the first")
 
     command = commands.add_parser("reset", help="write a fresh stub; somebody's work is kept")
     command.add_argument("name", nargs="?")

@@ -43,7 +43,7 @@ def run(paper: Paper) -> int:
     paper.line()
     for note in notes:
         paper.note(note)
-    todo = first_unsolved(standings)
+    todo = in_hand(standings)
     if todo is None:
         paper.line("Every kata is solved.", "bold green")
     steps = todo.steps if todo else [("Next", ALL_SOLVED)]
@@ -58,9 +58,12 @@ def all_standings(state: State) -> list[Standing]:
     return [standing(kata, state) for kata in catalog.all_katas()]
 
 
-def first_unsolved(standings: list[Standing]) -> Standing | None:
-    """The kata to work at."""
-    return next((found for found in standings if found.steps), None)
+def in_hand(standings: list[Standing]) -> Standing | None:
+    """The kata to work at: of those begun and not solved the one saved last, else the first."""
+    unsolved = [found for found in standings if found.steps]
+    begun = [found for found in unsolved if found.code not in ("missing", "not_started")]
+    latest = max(begun, key=lambda found: found.kata.stub.stat().st_mtime_ns, default=None)
+    return latest or next(iter(unsolved), None)
 
 
 def standing(kata: Kata, state: State) -> Standing:

@@ -96,7 +96,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Started:
-    """A spec begins."""
+    """A spec begins; the desk hears of those that take long."""
 
     word: ClassVar[str] = "started"
     id: str

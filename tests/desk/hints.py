@@ -45,8 +45,8 @@ def show(paper: Paper, kata: Kata, part_text: str, rung_text: str, spec: str = "
         which = "a hint for the spec that failed"
     else:
         spec = ""
-        refusal = f"part {part} of {kata.name} has no rung"
-        rung = _number(rung_text, ladder.rungs, refusal, "rung")
+        refusal = f"part {part} of {kata.name} has no hint"
+        rung = _number(rung_text, ladder.rungs, refusal, "hint")
         heading, lines = ladder.rungs[rung]
         # The terminal's width, not the file's.
         paragraphs = [" ".join(text.split()) for text in "\n".join(lines).split("\n\n")]
@@ -85,13 +85,13 @@ def _hints(kata: Kata) -> Hints:
 
 
 def _in_hand(name: str | None, state: State) -> Standing:
-    """Where the named kata stands, or the first that is not solved."""
+    """Where the named kata stands, or the one in hand."""
     if name is not None:
         return board.standing(named(name), state)
-    unsolved = board.first_unsolved(board.all_standings(state))
-    if unsolved is None:
-        raise Misuse("every kata is solved; say which hint: nox -s hint -- NAME [PART] [RUNG]")
-    return unsolved
+    found = board.in_hand(board.all_standings(state))
+    if found is None:
+        raise Misuse("every kata is solved; say which hint: nox -s hint -- NAME [PART] [HINT]")
+    return found
 
 
 def _number(text: str, known: Iterable[int], refusal: str, what: str) -> int:

@@ -15,13 +15,14 @@ from multiprocessing import connection
 from pathlib import Path
 
 from desk import events, source, state
-from desk.events import Broken, Collected, Debugging, Event, Finished, Outcome, Spec
+from desk.events import Broken, Collected, Debugging, Event, Finished, Outcome, Spec, Started
 from desk.judging_process import JudgingProcess
 from desk.terminal import Terminal, own_terminal
 from desk.verdict import Job, Verdict
 from kit import forkserver
 
 _POLL = 0.02
+_SLOW = 2.0  # seconds after which it is said what runs
 
 
 def judge(
@@ -138,6 +139,7 @@ class _Run:
         self._specs: list[Spec] = []
         self._ended: dict[str, tuple[Outcome, JudgingProcess]] = {}
         self._told = 0
+        self._slow: set[str] = set()
         self._decided: JudgingProcess | None = None  # nothing after its failure is told
 
     def follow(self, stop: threading.Event) -> str:
@@ -149,6 +151,7 @@ class _Run:
             for process in at_work:
                 for event in process.look():
                     self._take(event, process)
+                self._tell_if_slow(process)
             at_work = [process for process in at_work if not process.is_over]
             if self._decided and self._decided.is_over:
                 break
@@ -182,6 +185,12 @@ class _Run:
             if again:  # it has passed, and then something of it could not be cleared away
                 self._pass_on(event.id)
             self._pass_on_in_order()
+
+    def _tell_if_slow(self, process: JudgingProcess) -> None:
+        spec, now = process.running, time.monotonic()
+        if spec and now > process.running_since + _SLOW and spec.id not in self._slow:
+            self._slow.add(spec.id)
+            self._tell(Started(spec.id))
 
     def _pass_on_in_order(self) -> None:
         while not self._decided and self._told < len(self._specs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class JudgingProcess:
         self.has_finished = self.is_over = False
         self.trouble = ""  # what went wrong with the judge
         self._job, self._folder, self._terminal, self._helps = job, folder, terminal, helps
-        self._running: Spec | None = None
+        self.running: Spec | None = None
+        self.running_since = 0.0
         self._specs: dict[str, Spec] = {}
         self._debugging = self._is_bomb = False
         self._pipe, there = forkserver.pipe()
@@ -151,11 +153,12 @@ class JudgingProcess:
         if isinstance(event, Collected):
             self._specs = {spec.id: spec for spec in event.specs}
         elif isinstance(event, Started):
-            self._running = self._specs.get(event.id)
+            self.running = self._specs.get(event.id)
+            self.running_since = time.monotonic()
         elif isinstance(event, Outcome):
-            self._running = None
+            self.running = None
         elif isinstance(event, Broken | Finished):
-            self._running, self.has_finished = None, True
+            self.running, self.has_finished = None, True
         elif isinstance(event, Debugging) and self._terminal:
             self._debugging = event.active
             if event.active:
@@ -165,7 +168,7 @@ class JudgingProcess:
 
     def _give_up(self) -> list[Event]:
         """The time is up, and the judging process could not end the spec by itself."""
-        if self._running is None:
+        if self.running is None:
             self.trouble = f"no sign of life from the judging process\n{self.last_words()}"
             return []
         forkserver.ask_stacks(self._child, self._folder / judging.STACKS)
@@ -175,13 +178,13 @@ class JudgingProcess:
             f"time-out: still running after {limit:g} s, and it cannot be interrupted",
             f"an answer within {limit:g} s",
             "a loop that does not end, in a try that swallows every exception or in native code",
-            **self._place(self._running).fields(),
+            **self._place(self.running).fields(),
         )
-        return [Outcome(self._running.id, events.FAILED, limit, problem)]
+        return [Outcome(self.running.id, events.FAILED, limit, problem)]
 
     def _died(self) -> list[Event]:
         how = forkserver.ending(forkserver.end(self._child))
-        if self._running is None:
+        if self.running is None:
             words = self.last_words()
             self.trouble = f"the judging process ended before its time ({how})\n{words}"
             return []
@@ -194,9 +197,9 @@ class JudgingProcess:
             f"the process ended during this spec ({how})",
             "a call that returns or raises",
             cause,
-            **self._place(self._running).fields(),
+            **self._place(self.running).fields(),
         )
-        return [Outcome(self._running.id, events.FAILED, 0.0, problem)]
+        return [Outcome(self.running.id, events.FAILED, 0.0, problem)]
 
     def _place(self, spec: Spec) -> Place:
         """The innermost line of the answer in the last dump of the stacks, or its definition."""

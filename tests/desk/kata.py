@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from desk import report, schema, solved
+from desk import board, report, schema, solved
 from desk.asked import Misuse, junit_file, katas_of, locate, part_named
 from desk.gpu import why_no_cuda
 from desk.judge import judge
@@ -33,7 +33,7 @@ class Wanted:
 
 
 def run(wanted: Wanted, paper: Paper) -> int:
-    """Judge the named kata, or the next unsolved one; 0 only if all that could run has passed."""
+    """Judge the named kata, or the one in hand; 0 only if all that could run has passed."""
     verdicts = _verdicts(wanted, paper)
     ok = verdicts is not None and all(verdict.passed for verdict in verdicts)
     paper.report(report.judged("kata", verdicts or [], ok))
@@ -47,23 +47,30 @@ def _verdicts(wanted: Wanted, paper: Paper) -> list[schema.Verdict] | None:
         paper.note(reason)
         return None
     state = State(paper.note, wanted.device)
-    if wanted.name is not None or wanted.answers != "katas":
-        verdicts = []
-        for job in jobs:
-            verdicts.append(_judge(paper, state, wanted, job))
-            if not verdicts[-1].passed:
-                break
-        return verdicts
-    for number, job in enumerate(jobs):
-        record = state.read(job.kata)
-        if not (record and record.passed) or record.changed(state.fingerprint(job.kata)):
-            if number:
-                paper.line()
-            return [_judge(paper, state, wanted, job)]
-        paper.note(f"{job.kata.name}: {record.words}, unchanged")
-    paper.line("Every kata is solved.", "bold green")
-    paper.steps([("Next", ALL_SOLVED)])
-    return []
+    if wanted.name is None and wanted.answers == "katas":
+        jobs = _in_hand(jobs, state, paper)
+    verdicts = []
+    for job in jobs:
+        verdicts.append(_judge(paper, state, wanted, job))
+        if not verdicts[-1].passed:
+            break
+    return verdicts
+
+
+def _in_hand(jobs: list[Job], state: State, paper: Paper) -> list[Job]:
+    """The one about the kata to work at; none, which is said, if every kata is solved."""
+    standings = board.all_standings(state)
+    solved = [found for found in standings if not found.steps]
+    for found in solved:
+        paper.note(f"{found.kata.name}: {found.words}, unchanged")
+    todo = board.in_hand(standings)
+    if todo is None:
+        paper.line("Every kata is solved.", "bold green")
+        paper.steps([("Next", ALL_SOLVED)])
+        return []
+    if solved:
+        paper.line()
+    return [job for job in jobs if job.kata == todo.kata]
 
 
 def _jobs(wanted: Wanted) -> list[Job]:

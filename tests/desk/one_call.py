@@ -51,7 +51,7 @@ def show_problem(paper: Paper, verdict: Verdict, what: str, in_time: str) -> Non
     if not bad or not problem:
         screen.trouble(verdict)
     elif problem.kind == TODO_KIND:
-        paper.line(f"There is no {what}: {problem.got}: {at(problem)}")
+        paper.line(f"There is no {what} before this is written: {at(problem)}")
     else:
         paper.line(f"There is no {what}: {problem.kind}", "bold red")
         paper.line()

@@ -6,6 +6,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import itertools
 from pathlib import Path
 
 from rich.table import Table
@@ -40,8 +41,9 @@ def run(name: str | None, answers: str, given: dict[str, int], limit: float, pap
     if answers == "katas" and is_untouched(job.path):
         paper.note(f"{kata.name}: nothing is written yet, so the reference plans instead")
         job = reference_job(job)
-    paper.line(f"{kata.title} ({kata.name}) - a dry run of {shown(job.path)}", "bold")
+    paper.line(f"{kata.title} - a dry run of {shown(job.path)}", "bold")
     paper.line()
+    paper.status(f"planning, for up to {limit:g} s")
     verdict, outcome = carry_out(job)
     found = outcome.plan if outcome else None
     if found:
@@ -150,42 +152,36 @@ def _draw(paper: Paper, plan: Plan) -> None:
     paper.line(plan.title)
     paper.line(f"{unit} of one rank at the peak of a step, and whether they fit its GPU:")
     paper.line()
-    paper.table(_table(paper, plan.rows, size))
+    paper.table(_table(plan.rows, size))
     paper.line()
+    for one, other in itertools.combinations(plan.rows, 2):
+        if (one.bytes, one.collectives) == (other.bytes, other.collectives):
+            same = f"{other.label}: all as in {one.label}; "
+            paper.line(f"{same}the option does nothing, or is not written yet", "yellow")
     calls = [row for row in plan.rows if row.collectives]
     if calls:
         paper.line("Collective calls of a step:")
     for row in calls:
         paper.line(f"  {row.label}: {row.collectives}", hang=4)
     for note in plan.notes:
-        paper.line(note)
+        paper.line(note, hang=2)
     paper.line()
 
 
-def _table(paper: Paper, rows: list[Row], unit: int) -> Table:
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row.bytes))
-    headings = [*kinds, "peak", *(f"{card} GiB" for card in _CARDS)]
-    lines = [_cells(row, kinds, unit) for row in rows]
-    widths = [
-        max(len(word) for cell in column for word in str(cell).split())
-        for column in zip(headings, *lines, strict=True)
-    ]
-    # The labels take several lines before a number does.
-    room = max(12, paper.width - sum(widths) - len(widths))
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("", width=min(room, max(len(row.label) for row in rows)), overflow="fold")
-    for heading in headings:
-        table.add_column(heading.replace(" ", "\n"), justify="right", overflow="fold")
-    for row, cells in zip(rows, lines, strict=True):
-        table.add_row(row.label, *cells)
+def _table(rows: list[Row], unit: int) -> Table:
+    """A column for each configuration, as its numbers are narrower than the names of kinds."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_column(row.label, justify="right", overflow="fold", vertical="bottom")
+    for kind in dict.fromkeys(kind for row in rows for kind in row.bytes):
+        table.add_row(kind, *(f"{row.bytes.get(kind, 0) / unit:,.2f}" for row in rows))
+    table.add_row("peak", *(f"{row.peak / unit:,.2f}" for row in rows))
+    for card in _CARDS:
+        fits = [row.peak <= card * _GIB for row in rows]
+        words = [Text("fits", "green") if good else Text("no", "red") for good in fits]
+        table.add_row(f"{card} GiB", *words)
     return table
-
-
-def _cells(row: Row, kinds: list[str], unit: int) -> list[str | Text]:
-    numbers = [*(row.bytes.get(kind, 0) for kind in kinds), row.peak]
-    fits = [row.peak <= card * _GIB for card in _CARDS]
-    words = [Text("fits", "green") if good else Text("no", "red") for good in fits]
-    return [*(f"{number / unit:,.2f}" for number in numbers), *words]
 
 
 def _unit(largest: int) -> tuple[str, int]:

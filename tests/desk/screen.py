@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from desk import events
-from desk.events import Broken, Chart, Debugging, Event, Outcome, Problem, Spec
+from desk.events import Broken, Chart, Debugging, Event, Outcome, Problem, Spec, Started
 from desk.paper import LABEL, Paper
 from desk.verdict import Job, Verdict
 from desk.words import (
@@ -45,6 +45,7 @@ class Screen:
         self._is_open = False
         self._waiting: list[tuple[Spec, Outcome]] = []  # of a section that may fold
         self._held: list[Spec] = []  # cases of one spec, which share a line
+        self._unwritten: dict[str, int] = {}  # places, and the specs of the section that meet them
         for found in job.before:
             if found.passed:
                 self._passed(found.section, found.passed, "unchanged")
@@ -58,8 +59,12 @@ class Screen:
             self.problem(event.problem, event.prints)
         elif isinstance(event, Debugging):
             self._paper.status()
+        elif isinstance(event, Started):
+            spec = self._verdict.spec(event.id)
+            limit = f"{self._verdict.job.limit:g} s"
+            self._paper.status(f"still running, for {limit} at most: {cases_of([spec])}")
         elif isinstance(event, Outcome) and event.result != events.SKIPPED:
-            self._take(next(s for s in self._verdict.specs if s.id == event.id), event)
+            self._take(self._verdict.spec(event.id), event)
 
     def _take(self, spec: Spec, outcome: Outcome) -> None:
         if spec.section != self._section:
@@ -86,6 +91,10 @@ class Screen:
             self._passed(self._waiting[0][0].section, len(self._waiting), f"{seconds:.1f} s")
             self._waiting = []
         self._release()
+        for place, specs in self._unwritten.items():
+            if specs > 1:
+                self._paper.line(f"  and {count(specs - 1, 'more spec')} of {place}", hang=4)
+        self._unwritten = {}
         self._is_open = False
 
     def _passed(self, section: Section, specs: int, how: str) -> None:
@@ -106,6 +115,11 @@ class Screen:
         if self._held and spec_of(self._held[0]) != spec_of(spec):
             self._release()
         is_bad = outcome.result != events.PASSED
+        if outcome.problem and outcome.result == events.TODO:
+            place = at(outcome.problem)
+            self._unwritten[place] = self._unwritten.get(place, 0) + 1
+            if self._unwritten[place] > 1 and not self._verbose:
+                return
         charts = outcome.charts
         if not (is_bad or self._verbose or self._in_hand == spec.section):
             charts = []

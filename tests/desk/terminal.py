@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 
 from kit.forkserver import blocked
 
+_ESCAPE = b"\x1b"
+
 
 class Terminal:
     """Stdin, where it is a terminal, while the breakpoint() of an answer uses it.
@@ -90,9 +92,20 @@ class Keys(Terminal):
             if self._wake in ready:
                 os.read(self._wake, 100)
             elif text := os.read(0, 1):
-                self._pressed(text.decode(errors="replace"))
+                if text == _ESCAPE:
+                    _skip_rest_of_key()
+                else:
+                    self._pressed(text.decode(errors="replace"))
             else:
                 return  # the terminal is gone
+
+
+def _skip_rest_of_key() -> None:
+    """An arrow, say, is ESC [ A."""
+    while select.select([0], [], [], 0.01)[0]:
+        last = os.read(0, 1)
+        if last == b"~" or (last.isalpha() and last != b"O"):
+            return
 
 
 def own_terminal() -> Terminal | None:

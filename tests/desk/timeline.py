@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from desk import report, schema
+from desk import board, report, schema
 from desk.asked import Misuse, locate, named
 from desk.one_call import OneCall, carry_out, show_problem
 from desk.paper import Paper
+from desk.state import State
 from kit import catalog
 from kit.catalog import ROOT, Kata, shown
 
 
 def run(name: str | None, answers: str, limit: float, paper: Paper) -> int:
     """Draw one step of the answer; 0 if there is a picture."""
-    kata = _kata(name)
+    kata = _kata(name, State(paper.note))
     picture = ROOT / "lab-report" / f"timeline-{kata.name}"
     options = ("-p", "lab.tracer", f"--picture={picture}")
     location = locate(kata, answers)
     job = OneCall(kata, *location, limit=limit, function="timeline", options=options)
-    paper.line(f"{kata.title} ({kata.name}) - one step of {shown(job.path)}", "bold")
+    paper.line(f"{kata.title} - one step of {shown(job.path)}", "bold")
     paper.line()
     verdict, outcome = carry_out(job)
     chart = outcome.charts[0] if outcome else None
@@ -45,11 +46,14 @@ def run(name: str | None, answers: str, limit: float, paper: Paper) -> int:
     return 0 if chart else 1
 
 
-def _kata(name: str | None) -> Kata:
-    names = ", ".join(kata.name for kata in catalog.all_katas() if kata.has_timeline)
+def _kata(name: str | None, state: State) -> Kata:
+    """The one of that name, or the one in hand."""
     if name is None:
-        raise Misuse(f"say which kata: nox -s timeline -- NAME; there are {names}")
-    kata = named(name)
+        found = board.in_hand(board.all_standings(state))
+        kata = found.kata if found else catalog.all_katas()[0]
+    else:
+        kata = named(name)
     if not kata.has_timeline:
+        names = ", ".join(kata.name for kata in catalog.all_katas() if kata.has_timeline)
         raise Misuse(f"{kata.name} has no picture of a step; those that have one: {names}")
     return kata

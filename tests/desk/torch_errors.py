@@ -10,7 +10,8 @@ _MEANINGS = {
         "what @contextmanager gives can be entered once: make a new one each time, or a class"
     ),
     "Invariant encountered: value was None when it should not be": (
-        "a parameter of this unit is sharded already: by the caller, or as part of a unit around it"
+        "a parameter of this unit is sharded already: by the caller, or as part of a unit around"
+        " it, for inner units come first"
     ),
     "fully_shard has already been applied": (
         "it is a unit already: the model itself may be of a class of blocks, or a block stands at"

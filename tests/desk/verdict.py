@@ -160,6 +160,10 @@ class Verdict:
         known = [*part_files(self.job.kata), *(part.number for part in self.job.kata.parts)]
         return max([*known, *(spec.part for spec in self.specs)], default=0)
 
+    def spec(self, id: str) -> Spec:
+        """The one of that id."""
+        return next(spec for spec in self.specs if spec.id == id)
+
     def count(self, result: str = events.PASSED) -> int:
         """How many specs ended that way."""
         return sum(outcome.result == result for outcome in self.outcomes.values())

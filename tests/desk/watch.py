@@ -19,6 +19,7 @@ from desk.steps import next_steps
 from desk.terminal import Terminal, ctrl_c_later
 from desk.verdict import Job, Verdict
 from desk.words import seconds_waited
+from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
 
@@ -28,10 +29,13 @@ _SETTLES = 1.0
 
 
 def run(name: str | None, limit: float, paper: Paper) -> int:
-    """Watch the named kata, or the next unsolved one, until q or Ctrl-C."""
+    """Watch the named kata, or the one in hand, until q or Ctrl-C."""
     state = State(paper.note)
-    kata = named(name) if name else _next_unsolved(state)
-    if kata is None:
+    if name:
+        kata = named(name)
+    elif found := board.in_hand(board.all_standings(state)):
+        kata = found.kata
+    else:
         raise Misuse("every kata is solved; say which one to watch: nox -s watch -- NAME")
     inbox: Inbox = queue.SimpleQueue()
     with keys(inbox) as terminal, files(kata.stub.parent, inbox):
@@ -96,14 +100,20 @@ class Watch:
         self._kata, self._part = kata, 0  # 0: the whole kata
         self._seen: bytes | None = None
         self._at, self._hinted = "", (0, "", 0)
+        self._other: Kata | None = None  # was saved meanwhile
 
     @property
     def _numbers(self) -> list[int]:
         return [part.number for part in self._kata.parts]
 
     def _saved(self, saved: Saved) -> None:
-        if saved.name == self._kata.stub.name and _settled(self._kata.stub) != self._seen:
+        kata = next((kata for kata in catalog.all_katas() if kata.stub.name == saved.name), None)
+        if kata == self._kata and _settled(kata.stub) != self._seen:
             self.judge()
+        elif kata not in (None, self._kata, self._other) and kata.stub.exists():
+            self._other = kata
+            how = "press n to watch it" if self._terminal else f"nox -s watch -- {kata.name}"
+            self._paper.line(f"{shown(kata.stub)} was saved, which is not watched: {how}")
 
     def judge(self, *, run_all: bool = False) -> None:
         """Judge the file as it is now; a run under way is about an older one."""
@@ -191,7 +201,8 @@ class Watch:
 
     def _choose_part(self, letter: str) -> None:
         if letter not in map(str, [0, *self._numbers]):
-            self._paper.line(f"{self._kata.name} has no part {letter!r}; nothing is changed.")
+            no = "" if letter in "\r\n" else f"{self._kata.name} has no part {letter!r}. "
+            self._paper.line(f"{no}Left as it is.")
             return
         self._part = int(letter)
         self.judge()
@@ -205,7 +216,7 @@ class Watch:
         self.judge()
 
     def _next(self) -> None:
-        kata = _next_unsolved(self._state, after=self._kata)
+        kata = self._other or _next_unsolved(self._state, self._kata)
         if kata is None:
             self._paper.line("No other kata is unsolved.")
             return
@@ -227,15 +238,15 @@ class Watch:
         more = hint.rung < hint.rungs
         self._hinted = (part, spec, rung if more else 0)
         self._paper.line("h shows the next one." if more else f"This was the last of part {part}.")
+        self._foot()
 
 
-def _next_unsolved(state: State, after: Kata | None = None) -> Kata | None:
-    """The first kata that is not solved, or the first behind another, round the end."""
+def _next_unsolved(state: State, after: Kata) -> Kata | None:
+    """The first kata behind another that is not solved, round the end."""
     standings = board.all_standings(state)
-    start = [found.kata for found in standings].index(after) + 1 if after else 0
-    ordered = [*standings[start:], *standings[: max(0, start - 1)]]
-    found = board.first_unsolved(ordered)
-    return found.kata if found else None
+    place = [found.kata for found in standings].index(after)
+    ordered = [*standings[place + 1 :], *standings[:place]]
+    return next((found.kata for found in ordered if found.steps), None)
 
 
 def _settled(path: Path) -> bytes | None:

@@ -112,8 +112,7 @@ def seconds_waited(since: float | None = None) -> float:
 
 def title(job: Job) -> str:
     """What is judged: the first line of every verdict."""
-    kata = job.kata
-    return f"{kata.title} ({kata.name}) - judging {shown(job.path)} on {job.device}"
+    return f"{job.kata.title} - judging {shown(job.path)} on {job.device}"
 
 
 def count(number: int, noun: str) -> str:

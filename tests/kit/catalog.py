@@ -132,11 +132,12 @@ def _kata(
 
 
 def find_kata(name: str) -> Kata:
-    """The kata of that name; ValueError names the nearest one there is."""
+    """The kata of that name, title or file; ValueError names the nearest one there is."""
     katas = {kata.name: kata for kata in all_katas()}
-    if name in katas:
-        return katas[name]
-    near = difflib.get_close_matches(name, katas, n=1, cutoff=0.3)
+    plain = re.sub(r"[ -]", "_", name.lower()).removeprefix("katas/").removesuffix(".py")
+    if plain in katas:
+        return katas[plain]
+    near = difflib.get_close_matches(plain, katas, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(katas)}"
     raise ValueError(f"no kata is named {name!r}; {hint}")
 

@@ -49,12 +49,12 @@ def walk() -> dict[str, tuple[int, str]]:
     home, seen = House(new_folder()), {}
     for name in ("solved", "second", "fresh", "broken", "gone"):
         home.add_kata(name)
-    home.write("katas/solved.py", SOLUTION)
-    home.write("katas/second.py", SOLUTION.replace("self.count += self.step", "self.count += 1"))
     home.write("katas/broken.py", SOLUTION.replace("import math", "import math("))
+    home.write("katas/solved.py", SOLUTION)
     (home.root / "katas" / "gone.py").unlink()
     seen["fresh board"] = home.desk("board")
     seen["solved"] = home.desk("kata")
+    home.write("katas/second.py", SOLUTION.replace("self.count += self.step", "self.count += 1"))
     seen["second"] = home.desk("kata")
     home.desk("kata", "4")
     seen["board"] = home.desk("board")
@@ -82,13 +82,15 @@ def test_the_board_tells_every_state_apart_judges_nothing_and_says_what_has_chan
     out = walk()["fresh board"][1]
     assert re.search(r"1 +Solved +begun, not judged yet ", out)
     assert "Next:    nox -s kata -- solved\n" in out
-    assert re.search(r"1 +Solved +changed since \(was: passed\) ", walk()["changed board"][1])
+    out = walk()["changed board"][1]
+    assert re.search(r"1 +Solved +changed since \(was: passed\) ", out)
+    assert "Next:    nox -s kata -- solved\n" in out
 
 
-def test_without_a_name_the_next_unsolved_kata_is_judged_and_no_other():
+def test_without_a_name_the_kata_that_was_saved_last_is_judged_and_no_other():
     code, out = walk()["solved"]
     assert code == 0
-    assert out.startswith("Solved (solved) - judging katas/solved.py on cpu\n")
+    assert out.startswith("Solved - judging katas/solved.py on cpu\n")
     assert "Verdict: passed (9 passed, 1 not checked)" in out
     assert "Second" not in out
     assert re.search(r"\nPart +Bytes +yours +reference +limit *\n1 +peak +1.95 KiB +1.95 KiB", out)
@@ -98,7 +100,7 @@ def test_without_a_name_the_next_unsolved_kata_is_judged_and_no_other():
     assert out.endswith("Next:    nox -s kata   (the next unsolved kata)\n")
     code, out = walk()["second"]
     assert code == 1
-    head = "solved: passed (1 not checked), unchanged\n\nSecond (second) - judging katas/second.py"
+    head = "solved: passed (1 not checked), unchanged\n\nSecond - judging katas/second.py"
     assert out.startswith(head)
     assert out.count("  FAIL  ") == 1
     assert re.search(r"Core part 1 passed: 4 specs \(\d+\.\d s\)\n", out)
@@ -128,6 +130,8 @@ def test_without_a_gpu_that_is_said_and_nothing_is_judged():
 
 def test_an_unknown_kata_is_answered_with_the_nearest(desk):
     assert desk("kata", "tinny") == (2, "no kata is named 'tinny'; did you mean tiny?\n")
+    for name in ("tiny", "katas/tiny.py", "tiny.py", "Tiny"):  # its file, or its title
+        assert desk("kata", name, "9") == (2, "tiny has no part 9: there are parts 1 to 2\n")
     assert desk("kata", "2") == (2, "there is no kata 2: there is only kata 1\n")
     assert desk("hint", "tinny")[0] == 2
     assert desk("reset", "tinny")[0] == 2
@@ -181,7 +185,7 @@ def test_hints_go_up_one_rung_at_a_time_and_end(desk):
     assert desk("hint", "1", "1", "2") == (code, out)
     assert desk("hint")[1].startswith("Tiny, part 1: mean - hint 1 of 4\n")
     assert "This was the last hint of part 1" in desk("hint", "tiny", "1", "4")[1]
-    words = "part 1 of tiny has no rung 5: there are rungs 1 to 4\n"
+    words = "part 1 of tiny has no hint 5: there are hints 1 to 4\n"
     assert desk("hint", "tiny", "1", "5") == (2, words)
     catalog.find_kata("tiny").hints.unlink()
     code, out = desk("hint", "tiny")

@@ -199,7 +199,7 @@ def test_the_board_has_a_code_for_each_kata_and_reset_what_became_of_each_file()
     document = _document("board")[1]
     states = [row["state"]["code"] for row in document["katas"]]
     assert states == ["not_started", "not_judged"]
-    assert document["next"][0]["text"] == "open katas/tiny_mean.py and write part 1"
+    assert document["next"][0]["text"] == "nox -s kata -- second"
     code, document = _document("reset")
     assert code == 1
     assert [stub["written"] for stub in document["stubs"]] == [True, False]

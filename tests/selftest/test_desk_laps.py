@@ -38,6 +38,8 @@ def walk() -> dict[str, str]:
             seen[f"{name}, hint"] = home.desk("hint", "laps")[1]
         if name == "details":
             seen["json"] = home.desk("kata", "laps", "--json")[1]
+        if name == "untouched":
+            seen["untouched, all"] = home.desk("kata", "laps", "--all")[1]
     seen["one part"] = home.desk("kata", "laps", "1")[1]
     home.write("katas/laps.py", STEPS["sign"])
     seen["all"] = home.desk("kata", "laps", "--all")[1]
@@ -58,6 +60,14 @@ def test_what_is_not_written_names_its_function():
     assert "Details of part 1, stretch part 2 - not run (4 specs)\n" in out
     assert "Next:    write double in katas/laps.py:4\n" not in out  # the line is that of the raise
     assert re.search(r"Next:    write double in katas/laps\.py:\d+\n", out)
+
+
+def test_specs_of_what_is_not_written_fold_to_a_line_in_each_section():
+    out = screen("untouched, all")
+    place = r"katas/laps\.py:\d+ in double\n"
+    assert re.search(
+        rf"TODO  works     doubles\n +not written yet: {place}  and 2 more specs of {place}", out
+    )
 
 
 def test_a_failure_is_told_with_the_sentence_of_the_contract():

@@ -35,7 +35,7 @@ def seen(name: str, text: str = "") -> tuple[int, str]:
 def test_the_peaks_of_three_ways_and_the_place_of_the_picture():
     code, out = seen("large", in_mean("return 3.0"))
     assert code == 0
-    assert "Tiny mean (tiny_mean) - one step of answers/large.py\n" in out
+    assert "Tiny mean - one step of answers/large.py\n" in out
     peaks = re.findall(r"^  (\w+) +peak ([\d.]+) KiB$", out, re.M)
     sizes = {name: float(size) for name, size in peaks}
     assert sizes["reference"] < sizes["yours"] < sizes["plain"]
@@ -49,7 +49,7 @@ def test_the_peaks_of_three_ways_and_the_place_of_the_picture():
     [
         ("raises", in_mean("raise ValueError('x')"), "got       ValueError: x\n"),
         ("syntax", answer(("import math", "import math(")), "There is no picture: syntax error\n"),
-        ("tiny_mean", "", "There is no picture: not written yet: katas/tiny_mean.py:"),
+        ("tiny_mean", "", "There is no picture before this is written: katas/tiny_mean.py:"),
     ],
 )
 def test_an_answer_without_a_picture_is_told_why(name, text, words):
@@ -66,8 +66,7 @@ def test_a_kata_without_a_picture_names_those_that_have_one_and_torch_may_be_too
     skips = "import pytest\n\n\ndef timeline(answer):\n    pytest.skip('torch is too old')\n"
     house().write("tests/specs/skips/timeline.py", skips)
     there = "tiny_mean, skips\n"
-    words = f"say which kata: nox -s timeline -- NAME; there are {there}"
-    assert house().desk("timeline") == (2, words)
+    assert "Tiny mean - one step of katas/tiny_mean.py\n" in house().desk("timeline")[1]  # in hand
     assert seen("plain") == (2, f"plain has no picture of a step; those that have one: {there}")
     code, out = house().desk("timeline", "skips", "--answers", "solutions")
     assert code == 2

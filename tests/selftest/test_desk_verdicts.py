@@ -42,7 +42,7 @@ def seen(name: str) -> tuple[int, str]:
 def test_an_untouched_stub_is_not_written_yet():
     code, out = seen("untouched")
     assert code == 1
-    assert out.startswith("Tiny mean (tiny_mean) - judging katas/tiny_mean.py on cpu\n")
+    assert out.startswith("Tiny mean - judging katas/tiny_mean.py on cpu\n")
     assert "TODO  works     is the sum over the count (three)" in out
     assert "not written yet: katas/tiny_mean.py:" in out
     assert "not run: 3 more specs of core part 1\n" in out
@@ -57,7 +57,7 @@ def test_an_untouched_stub_is_not_written_yet():
 def test_the_reference_passes_and_what_passes_folds_to_a_line_but_for_the_last():
     code, out = seen("reference")
     assert code == 0
-    assert out.startswith("Tiny mean (tiny_mean) - judging solutions/tiny_mean.py on cpu\n")
+    assert out.startswith("Tiny mean - judging solutions/tiny_mean.py on cpu\n")
     folded, _, shown = out.partition("Details of part 2 of 2: Counter - steps of a given size\n")
     assert re.sub(r"\d+\.\d s", "0.1 s", folded.partition("\n\n")[2]) == (
         "Core part 1 passed: 4 specs (0.1 s)\n"

@@ -124,6 +124,7 @@ def test_a_file_that_is_gone_or_broken_and_a_save_during_a_run(watch: Terminal) 
     assert "at        katas/tiny_mean.py:5" in seen
     watch.save(in_mean("while True:", "    pass"))
     watch.until("judging")
+    watch.until("still running, for 20 s at most: is the sum over the count")
     watch.save(SOLUTION)
     seen = watch.verdict()
     assert seen.count("Verdict") == 1
@@ -171,7 +172,9 @@ def test_keys_for_a_part_and_for_everything(watch: Terminal) -> None:
     assert "Tiny mean, part 2 - katas/tiny_mean.py at" in seen
     assert "part 1" not in seen
     watch.screen.send("p9")
-    watch.until("tiny_mean has no part '9'; nothing is changed.")
+    watch.until("tiny_mean has no part '9'. Left as it is.")
+    watch.screen.send("\x1b[Ap\r")  # an arrow means nothing
+    assert KEYS not in watch.until("Left as it is.")
     watch.screen.send("p0")
     assert "failing at part" in watch.verdict()
 
@@ -221,6 +224,11 @@ def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> Non
     assert "Verdict: passed" in other.verdict()
     other.screen.send("n")
     assert "Tiny other - katas/tiny_other.py at" in other.verdict()
+    watch.save(SOLUTION)
+    assert "Verdict: passed" in watch.verdict()
+    other.until("katas/tiny_mean.py was saved, which is not watched: press n to watch it")
+    other.screen.send("n")
+    assert "Tiny mean - katas/tiny_mean.py at" in other.verdict()
     pids = other.family()
     other.screen.send("q")
     other.screen.expect(pexpect.EOF)

@@ -13,14 +13,14 @@ def plan(answer, **sizes):
     held = int(answer.mean([float(n) for n in range(sizes["values"])]) * 2**30)
     kinds = {"shards": held, "optimizer state": 0, "gradients": 0, "unsharded": 0}
     more = {"communication": 0, "activations": 2**30}
-    return Plan(
-        f"{sizes['values']} values on {sizes['ranks']:,} ranks",
-        [
-            Row("one configuration with many words", {**kinds, **more}, held + 2**30, "3 gathers"),
-            Row("exactly", {"shards": 40 * 2**30}, 40 * 2**30),
-        ],
-        ["A note."],
-    )
+    rows = [
+        Row("one configuration with many words", {**kinds, **more}, held + 2**30, "3 gathers"),
+        Row("exactly", {"shards": 40 * 2**30}, 40 * 2**30),
+    ]
+    if sizes["ranks"] == 1:
+        rows.append(Row("alone", {"shards": 40 * 2**30}, 40 * 2**30))
+    title = f"{sizes['values']} values on {sizes['ranks']:,} ranks"
+    return Plan(title, rows, ["A note."])
 """
 
 # The peak is 64 KiB for each unit of mean([1.0, 3.0]), beside a gradient and a weight of 512 bytes.

@@ -73,7 +73,11 @@ def plan(answer: ModuleType, **sizes: int) -> Plan:
         rows,
         [
             f"Rank 0 at the peak of a step; {layers} blocks of width {width}, {words} words.",
-            "Counted on fake tensors by the rules for the cpu. On cuda there is more: what cuBLAS",
+            "gradients: whole until they are reduced, then this rank's part.",
+            "unsharded: parameters that are gathered to compute with.",
+            "communication: the buffers of gathers and reductions.",
+            "activations: also what backward, loss and optimizer need for a moment.",
+            "Counted on fake tensors by the rules for the cpu. On cuda there is more: what cuBLAS "
             "works with, and the gaps that the allocator leaves.",
         ],
     )
