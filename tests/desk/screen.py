@@ -198,7 +198,8 @@ class Screen:
         paper.status()
         if not verdict.broken:
             self._not_run(verdict)
-            self._unchecked(verdict)
+            if not verdict.first_bad:  # else they are counted, and what is to be mended is near
+                self._unchecked(verdict)
         if verdict.trouble:
             self.trouble(verdict)
         paper.line()
