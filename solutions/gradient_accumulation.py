@@ -63,7 +63,7 @@ def accumulate(
         optimizer: holds what is trained, the loss's parameters too.
 
     Returns:
-        That loss, a new scalar without a graph.
+        That loss, a new scalar of its dtype, without a graph.
 
     Raises:
         no micro-batch (0); one that is no pair, has no samples, or has two lengths.
@@ -207,7 +207,7 @@ def train_epoch(
         micro_batches: iterable of pairs.
         window: micro-batches to a step, at least 1.
         dtype: torch.float32; others, and `scaler`, in details.
-        max_norm: above 0, or None.
+        max_norm: above 0.
 
     Returns:
         One result a window.
@@ -218,9 +218,9 @@ def train_epoch(
     Details:
         1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
            are dense.
-        2. An error, or a bad micro-batch, ends the epoch: finished windows count, no other has
-           stepped or counts in `scaler`, which is ready for the next epoch. If the first window
-           is bad, older gradients may stay.
+        2. An error, or a bad micro-batch, ends the epoch before its window's step: finished
+           windows count, no other counts in `scaler`, which is ready for the next epoch. If the
+           first window is bad, older gradients may stay.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward outside
            it; the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,

@@ -195,8 +195,8 @@ def peak_memory(
         other devices, and absent ones.
 
     Details:
-        1. Every dtype counts, and every operation, under no_grad too. Under inference_mode,
-           temporaries inside operations need not count.
+        1. Every dtype counts, and every operation, under no_grad too. Temporaries inside one
+           operation need not count.
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
         3. The peak is at least the baseline; what an earlier measurement has seen does not count.
         4. A tensor that an operation makes larger (`resize_`, `out=`), or puts on another storage

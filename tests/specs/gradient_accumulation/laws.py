@@ -31,7 +31,7 @@ FREE = (
 WINDOW_FREE = (*FREE, ("kept gradients", _broke_off))
 EPOCH_FREE = (
     *FREE,
-    ("passes|loss calls|steps taken at", lambda _, w: "bad micro-batch" in w.tags),
+    (_ON_THE_WAY, lambda _, w: "bad micro-batch" in w.tags),  # windows may be taken bit by bit
     ("grad_norm", lambda _, w: "norm beyond float32" in w.tags),
     # Whether an epoch in float32 leaves the caller's autocast on, nothing says.
     (

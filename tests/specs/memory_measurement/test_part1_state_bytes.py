@@ -87,7 +87,12 @@ class TestPart1StateBytes:
         both = [*model.parameters(), *trained(4, 2).parameters()]  # a loss has parameters too
         empty = type("Chain", (SGD,), {"__len__": lambda _: 0})  # could hold optimizers, has none
         (momentum := empty(both, 0.1, momentum=0.9)).step()
-        yield "momentum of two models, and len 0", (280, 280, 0, 280 + 40), model, momentum
+        yield (
+            "momentum of two models, in an optimizer whose len() is 0",
+            (280, 280, 0, 280 + 40),
+            model,
+            momentum,
+        )
 
     @pytest.mark.exact("state_bytes", "parameters")
     @counts("parameters are left out, or those of an earlier call are counted")
