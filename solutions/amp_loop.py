@@ -90,8 +90,8 @@ def train_step(
         1. Parameters without a gradient in this step are not stepped.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
-        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. Clipping
-           may be torch's own.
+        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
+           formula may be torch's.
         4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
@@ -479,7 +479,7 @@ class MasterWeights:
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
         3. A parameter without a gradient is left alone, its moments too.
         4. Huge finite gradients are a step.
-        5. A loaded state is copied: training does not change it.
+        5. A loaded state is copied.
     """
 
     def __init__(
@@ -496,7 +496,7 @@ class MasterWeights:
         self.optimizer = make_optimizer(self.masters)
 
     def zero_grad(self) -> None:
-        """Drop the 16-bit gradients."""
+        """Drop the 16-bit gradients, which `step` leaves."""
         for weight in self._weights:
             weight.grad = None
 

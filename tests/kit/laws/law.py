@@ -160,7 +160,9 @@ class Law:
         """Whether the error itself is the news, with the answer's own line in its traceback."""
         if isinstance(error, (NotImplementedError, SpecFailure)) or not _is_seen(error):
             return True
-        return want["outcome"] == "returns" and not isinstance(error, Planted)
+        if isinstance(want["_error"], (Planted, PlantedInterrupt)):
+            return not _is_planted(error)  # it comes in its place
+        return want["outcome"] == "returns"
 
     def _differences(
         self, scenario: str, got: Trace, want: Trace, clause: str | int
@@ -320,6 +322,13 @@ def _step(difference: Difference) -> int:
     """The number of the step or the result that it is seen in; 0 where it is in none."""
     number = re.search(r" (?:at step|of result) (\d+)", difference.observable)
     return int(number[1]) if number else 0
+
+
+def _is_planted(error: BaseException | None) -> bool:
+    """Whether it is the error that a scenario raises, or was raised while that was handled."""
+    return error is not None and (
+        isinstance(error, (Planted, PlantedInterrupt)) or _is_planted(error.__context__)
+    )
 
 
 def _is_seen(error: BaseException) -> bool:

@@ -171,6 +171,8 @@ def first_wrong(got, want):
     if first.startswith("what comes after") and (got.get(first), want[first]) == (True, False):
         return "an infinite or NaN gradient is stepped: not all are looked at, or not in every call"
     kind, _, after = first.partition(" after ")
+    if kind == "16-bit gradients":
+        return "`step` changes or drops the 16-bit gradients: they stay until zero_grad()"
     if kind == "masters" and len(got[first]) != len(want[first]):
         return "each trainable parameter has one master: a frozen one has none, a tied one has one"
     if kind in ("weights", "masters") and want[f"what comes after {after}"] is False:

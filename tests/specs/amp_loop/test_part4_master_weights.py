@@ -61,7 +61,7 @@ class TestPart4MasterWeights:
         new_rate = "optimizer.param_groups[0].update(lr=0.001)"
         for between in product(("reload()", "zero_grad(); reload()", new_rate), repeat=2):
             script = "; ".join(f"backward(); step(); {call}; backward(-0.5)" for call in between)
-            yield f"{between}", f"{script}; step()", ADAM
+            yield ", then ".join(between), f"{script}; step()", ADAM
 
     @pytest.mark.saves("MasterWeights", "memory")
     @bar(
@@ -113,7 +113,8 @@ class TestPart4MasterWeights:
         for bad, call, missing in product((None, inf), ("", "reload(); "), (0, 1)):
             again = f"{call}backward(-0.5, missing={missing}); step()"
             script = f"backward(); step(); backward(1, {bad}); step(); {again}"
-            yield f"{bad}, {call}, {missing}", script, (SGD, ADAM)[missing]
+            name = f"{'an overflow' if bad else 'a step'}{call and ', a reload'}"
+            yield f"{name}, then none for parameter {missing}", script, (SGD, ADAM)[missing]
         freeze = "model.weight.requires_grad_(False)"
         script = f"backward(); step(); {freeze}; zero_grad(); backward(-0.5); step()"
         yield "the weight is frozen meanwhile", script
