@@ -1,13 +1,13 @@
 """Sharded checkpoints: build a model that no rank could hold, save it, and go on elsewhere.
 
-A sharded model is one of fully_shard: on N ranks a rank holds 1/N of the rows of each parameter,
-rounded up; it may have just been evaluated. A rank's part is its rows of weights and of optimizer
+A sharded model is one of fully_shard: on N ranks a rank holds 1/N of each parameter's rows,
+rounded up; it may have just been evaluated. A rank's part is its rows of weights and optimizer
 state. All ranks call these functions together, with the same arguments.
 
     together   where one rank fails, every rank raises, others any error; none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
-    errors     what Raises lists is a ValueError that names the offending value, before any change;
-               others may be of any class; Ctrl-C may end a rank alone
+    errors     what Raises lists is a ValueError on every rank that names the offending value,
+               before any change; others any error; Ctrl-C may end a rank alone
 
 Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpoint.
 """
@@ -187,7 +187,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved; with any values.
+        model: sharded, of the class that was saved; with any values, and anything frozen.
         optimizer: of the same class and groups; with any state, or none.
 
     Returns:

@@ -274,7 +274,7 @@ def _unusable(error: BaseException, judged: Judged, here: dict[str, Any]) -> Pro
             "what the backward pass finds does not fit: a dtype, a shape, or a graph that is gone"
         )
         if is_without_graph := "does not require grad" in str(error):
-            cause = "what your code has returned has no graph: it is detached, or made under no_grad"
+            cause = "what your code has returned has no graph: detached, or made under no_grad"
         expected = "no error in the backward pass"
         return Problem("error", got, expected, cause, sure=is_without_graph, **here)
     none = "the spec has met a None, as a missing `return` or gradient leaves one"

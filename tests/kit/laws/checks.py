@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from kit.catalog import ROOT
 from kit.laws.differences import certain, differences, show
 from kit.laws.equal import Names, narrowed, same, whence
 from kit.laws.mentions import in_words, missing
@@ -253,7 +254,7 @@ def check_raises(
             fail(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
-                cause=_why_another(error),
+                cause=_why_another(error, name),
                 clause=ERRORS,
             )
         if lacks := missing(error, mentions):
@@ -312,15 +313,22 @@ def is_raised_on_purpose(error: BaseException) -> bool:
     return _last_line(error).startswith("raise")
 
 
-def _why_another(error: BaseException) -> str:
+def _why_another(error: BaseException, wanted: str) -> str:
     if _last_line(error).startswith("assert"):
         return "an assert checks it: it raises AssertionError, and python -O leaves it out"
+    others = (torch.__path__[0], str(ROOT / "tests"))
+    if is_raised_on_purpose(error) and not _last_place(error)[0].startswith(others):
+        return f"it is refused, and the error is no {wanted}"
     return "no check refuses this input before it is used"
 
 
 def _last_line(error: BaseException) -> str:
+    return linecache.getline(*_last_place(error)).strip()
+
+
+def _last_place(error: BaseException) -> tuple[str, int]:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return linecache.getline(frame.f_code.co_filename, line).strip()
+    return frame.f_code.co_filename, line
 
 
 def _first_line(error: Exception) -> str:

@@ -162,7 +162,8 @@ class Law:
             return True
         if isinstance(want["_error"], (Planted, PlantedInterrupt)):
             return not _is_planted(error)  # it comes in its place
-        return want["outcome"] == "returns"
+        returns: bool = want["outcome"] == "returns"
+        return returns
 
     def _differences(
         self, scenario: str, got: Trace, want: Trace, clause: str | int

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PROCESS = Path("/proc/self")
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Resident:
@@ -29,7 +30,9 @@ def resident() -> Iterator[Resident]:
 def _begin() -> int | None:
     """KiB at the start, from which the peak is counted anew; None where nobody counts them."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what is free already goes back, and is not filled unseen
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)  # what is free already goes back, and is not filled unseen
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**20)  # what is large grows in place, and is not copied
         (_PROCESS / "clear_refs").write_text("5")
         return _kib("VmRSS")
     except (OSError, AttributeError, StopIteration):

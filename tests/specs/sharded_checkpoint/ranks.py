@@ -201,11 +201,11 @@ def ordinary(call: Callable[[], Any]) -> Any:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-def error_of(call: Callable[[], object]) -> str:
-    """What a call raises, in one line."""
+def error_of(call: Callable[[], object], *through: type[Exception]) -> str:
+    """What a call raises, in one line; errors of these types come through."""
     try:
         ordinary(call)
-    except (NotImplementedError, SpecFailure):
+    except (NotImplementedError, SpecFailure, *through):
         raise
     except Exception as error:
         return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
@@ -213,9 +213,10 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def loaded(answer: Any, folder: Path, model: nn.Module, optimizer: Optimizer) -> Any:
-    """The step that `load` returns; or what it raises, in one line."""
+    """The step that `load` returns; or what it raises, in one line, if that is about the files."""
     got: list[Any] = []
-    error = error_of(lambda: got.append(answer.load(folder, model, optimizer)))
+    slips = (AttributeError, NameError, TypeError)
+    error = error_of(lambda: got.append(answer.load(folder, model, optimizer)), *slips)
     return got[0] if got else error
 
 
