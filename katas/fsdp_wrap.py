@@ -77,8 +77,9 @@ def wrap(
            that hold it, one is inside the other.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In
            float32 nothing is cast: float64 inputs stay so.
-        6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
-           inputs without gradients. In backward one is whole with all blocks inside it.
+        6. Checkpointed blocks may have dropout and a `forward` set on the object, take keywords of
+           any name, return tuples, and get inputs without gradients. In backward one is whole with
+           all blocks inside it.
     """
     raise NotImplementedError
 
@@ -124,7 +125,7 @@ def train_step(
 
     Details:
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
-           gradients until then. Every unit has run before that one ends.
+           gradients until then. Every unit runs in each micro-batch.
         2. A sample counts once, however many tokens it has. No micro-batch is empty.
         3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
            step is made; no unit stays gathered, no gradient stays, and later passes are as without
@@ -142,4 +143,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 75ea4c5ec8f3
+# untouched stub 19db3460b745

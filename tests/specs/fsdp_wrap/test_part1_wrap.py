@@ -198,7 +198,7 @@ class TestPart1Wrap:
             plain=None,
             reference=theirs.most["communication"],
             formula="one block gathered ahead, and one reduced: 1.25 x the reference's",
-            cause="more than one block is gathered ahead",
+            cause="more than one block is gathered ahead, or being reduced",
         )
         # Weights, gradients and both averages of Adam; 512 bytes for each count of steps, and for
         # the buffer.
