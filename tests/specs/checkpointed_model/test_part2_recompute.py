@@ -138,14 +138,14 @@ class TestPart2Recompute:
         """Once or twice, in an iterator, and what appears in the first run."""
         inner = lambda run, block, x: run(lambda x: block(x), x, state=[*block.inner])  # noqa: E731
         yield (
-            "two with one counter, which is a view, and a function",
+            "one counter in two modules, seen through views",
             chain(lambda: [_one_counter()], call=inner),
         )
         once = lambda run, block, x: run(block, x, state=iter([block, block.inner[0].first]))  # noqa: E731
         make = lambda: [Nest(Noisy(7), Counting())]  # noqa: E731
         yield "state that can be read once", chain(make, call=once)
         yield (
-            "a large one, and a norm, made in the first call",
+            "layers that the first call makes",
             chain(lambda: [Growing()], passes=2),
         )
         every = lambda run, block, x: run(block, x, state=[*block.modules(), block])  # noqa: E731
