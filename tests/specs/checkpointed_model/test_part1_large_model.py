@@ -214,6 +214,7 @@ class TestPart1LargeModel:
         """Micro-batches in one loss, or a siamese model."""
         yield "2 passes, 2 of them with a mask", large(passes=2, masks=2), None
         yield "segments of 2, one pass with a mask", large(passes=2, masks=1, size=2), None
+        yield "under one autocast", large(passes=2, outer=autocast(HALVES[0])), None
 
     @pytest.mark.survives("LargeModel", 4)
     @as_without("a reentrant checkpoint, or a Function, knows the first backward() alone")
