@@ -209,7 +209,7 @@ class TestPart2LossScaler:
     @bar(
         "peak of unscale_ above its baseline",
         "3 x one gradient of eight",
-        "gradients are divided into copies, or joined into one long tensor",
+        "gradients are divided into copies, widened, or joined into one long tensor",
     )
     def test_unscales_in_place(self, device, dtype):
         """Of eight gradients of G bytes isfinite() of one takes 1.75 G, 2.5 G in bfloat16."""
