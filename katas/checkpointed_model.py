@@ -173,8 +173,8 @@ def checkpoint_blocks(
 ) -> int:
     """Checkpoint the blocks of somebody else's model, in place; return their number.
 
-        blocks     of `block_type` or a derived class, at any depth, not inside another; a shared
-                   one is one
+        blocks     of `block_type` or a subclass, at any depth, never inside another; a shared one
+                   is one
         runs       each runs once more, in the backward pass, if it is itself in training mode and
                    gradients are on
         held       each block's input and buffers; in backward also 1 inside
@@ -209,4 +209,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub 06acad6f850f
+# untouched stub 530a25e9d20b

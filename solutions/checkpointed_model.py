@@ -273,8 +273,8 @@ class _Found:
         self, state: Collection[nn.Module | Generator], replaying: AbstractContextManager[Any]
     ) -> None:
         self.replaying = replaying
-        self.tops = [part for part in state if isinstance(part, nn.Module)]
-        self.modules = list(dict.fromkeys(module for top in self.tops for module in top.modules()))
+        tops = [part for part in state if isinstance(part, nn.Module)]
+        self.modules = list(dict.fromkeys(module for top in tops for module in top.modules()))
         self.modes = [module.training for module in self.modules]
         self.buffers = _copied([module._buffers for module in self.modules])
         # checkpoint() keeps the streams of its arguments' devices: of none if an argument hides its
@@ -284,10 +284,6 @@ class _Found:
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> None:
-        # A module that the first run has made, as a late norm, is as that run has left it.
-        made = [m for top in self.tops for m in top.modules() if m not in self.modules]
-        self.modules, self.modes = self.modules + made, self.modes + [m.training for m in made]
-        self.buffers += _copied([module._buffers for module in made])
         self.own = [module._buffers for module in self.modules]
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
         self.own_modes = [module.training for module in self.modules]
@@ -318,7 +314,7 @@ class _Found:
 
 
 def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | None]]:
-    memo: dict[int, Any] = {}  # so that what shares memory, as a view does, shares it in the copies
+    memo: dict[int, Any] = {}  # so that what two modules share, they share in the copies
 
     def new(buffer: Tensor) -> Tensor:
         return copy.deepcopy(buffer.detach(), memo).requires_grad_(buffer.requires_grad)
@@ -350,8 +346,8 @@ def checkpoint_blocks(
 ) -> int:
     """Checkpoint the blocks of somebody else's model, in place; return their number.
 
-        blocks     of `block_type` or a derived class, at any depth, not inside another; a shared
-                   one is one
+        blocks     of `block_type` or a subclass, at any depth, never inside another; a shared one
+                   is one
         runs       each runs once more, in the backward pass, if it is itself in training mode and
                    gradients are on
         held       each block's input and buffers; in backward also 1 inside

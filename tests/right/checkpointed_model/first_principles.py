@@ -233,8 +233,7 @@ class _Buffers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.found: list[tuple[nn.Module, str, Tensor | None]] = []
         storages: dict[int, torch.UntypedStorage] = {}
-        self.modules = dict.fromkeys(m for top in modules for m in top.modules())
-        for module in self.modules:
+        for module in dict.fromkeys(m for top in modules for m in top.modules()):
             for name, buffer in module._buffers.items():
                 # A lazy buffer is made by the first run, and itself what the second one finds.
                 lazy = nn.parameter.is_lazy(buffer)
@@ -250,10 +249,6 @@ class _Buffers:
                 module._buffers.clear()
             for module, name, old in self.found:
                 module._buffers[name] = _moved(old, storages)
-            for module, buffers in now:
-                if module not in self.modules:  # the first run has made it
-                    for name, own in buffers.items():
-                        module._buffers[name] = _moved(own, storages)
             yield
         finally:
             for module, buffers in now:

@@ -47,8 +47,7 @@ class _Recomputation:
         generators: Iterable[torch.Generator] = (),
         inner: AbstractContextManager[Any] | None = None,
     ) -> None:
-        self.tops = list(modules)
-        tree = list({id(m): m for module in self.tops for m in module.modules()}.values())
+        tree = list({id(m): m for module in modules for m in module.modules()}.values())
         self.training = [(m, m.training) for m in tree]
         made = [(m, {n: _values(b) for n, b in m._buffers.items()}) for m in tree]
         memo: dict[int, Any] = {id(m): m for m in tree}  # modules stay, buffers are copied
@@ -67,10 +66,6 @@ class _Recomputation:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
             memo = {id(m): m for m, _ in self.training}
-            for module in (m for top in self.tops for m in top.modules()):
-                if id(module) not in memo:  # the first run has made it
-                    stack.callback(_put, module, dict(module._buffers))
-                    _put(module, {n: _copied(b) for n, b in module._buffers.items()})
             for module, found in copy.deepcopy(self.buffers, memo):
                 stack.callback(_put, module, dict(module._buffers))
                 _put(module, found)
@@ -85,10 +80,6 @@ def _values(buffer: Tensor | None) -> Tensor | None:
     if buffer is None or nn.parameter.is_lazy(buffer):
         return buffer
     return buffer.detach().requires_grad_(buffer.requires_grad)
-
-
-def _copied(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
 
 
 def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:

@@ -51,8 +51,6 @@ class TestPart4CheckpointBlocks:
         yield "a frozen block", chain(lambda: [*mixers(), Mixer().requires_grad_(False)]), [3]
         inside = lambda: [Nest(Nest(Deeper())), Deeper(Nest())]  # noqa: E731
         yield "blocks inside a block", chain(inside), [2]
-        shared = lambda: [nest := Nest(Deeper()), *nest.inner]  # noqa: E731
-        yield "a block inside another and beside it", chain(shared), [1], None
         two = lambda blocks: nn.ModuleList(nn.Sequential(block) for block in blocks)  # noqa: E731
         yield "a block in two places", chain(lambda: mixers(1) * 2, tree=two), [1]
         other = lambda run, block, x: block(x, x.mean((0, 1)))  # noqa: E731
