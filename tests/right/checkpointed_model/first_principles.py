@@ -235,9 +235,7 @@ class _Buffers:
         storages: dict[int, torch.UntypedStorage] = {}
         for module in dict.fromkeys(m for top in modules for m in top.modules()):
             for name, buffer in module._buffers.items():
-                # A lazy buffer is made by the first run, and itself what the second one finds.
-                lazy = nn.parameter.is_lazy(buffer)
-                self.found.append((module, name, buffer if lazy else _moved(buffer, storages)))
+                self.found.append((module, name, _moved(buffer, storages)))
 
     @contextmanager
     def as_found(self, modules: Iterable[nn.Module]) -> Iterator[None]:

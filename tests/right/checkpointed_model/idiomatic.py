@@ -51,8 +51,6 @@ class _Recomputation:
         self.training = [(m, m.training) for m in tree]
         made = [(m, {n: _values(b) for n, b in m._buffers.items()}) for m in tree]
         memo: dict[int, Any] = {id(m): m for m in tree}  # modules stay, buffers are copied
-        # A lazy buffer is one and the same, so that the second run finds it made.
-        memo |= {id(b): b for _, found in made for b in found.values() if nn.parameter.is_lazy(b)}
         self.buffers = copy.deepcopy(made, memo)
         self.states = [(g, g.get_state()) for g in generators]
         self.inner = nullcontext() if inner is None else inner
@@ -77,8 +75,8 @@ class _Recomputation:
 
 
 def _values(buffer: Tensor | None) -> Tensor | None:
-    if buffer is None or nn.parameter.is_lazy(buffer):
-        return buffer
+    if buffer is None:
+        return None
     return buffer.detach().requires_grad_(buffer.requires_grad)
 
 
