@@ -73,8 +73,7 @@ def wrap(
            After a forward with gradients comes its backward, before the next step.
         2. Values, buffers, state dict names, requires_grad and train mode stay.
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
-        4. Only the ranks of the mesh take part. A block may have several names; of two blocks
-           that hold it, one is inside the other.
+        4. Only the ranks of the mesh take part. A block may stand at several places.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In
            float32 nothing is cast: float64 inputs stay so.
         6. Checkpointed blocks may have dropout and a `forward` set on the object, take keywords of
@@ -143,4 +142,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 19db3460b745
+# untouched stub 5e6f91f4c698

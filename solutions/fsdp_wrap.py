@@ -78,8 +78,7 @@ def wrap(
            After a forward with gradients comes its backward, before the next step.
         2. Values, buffers, state dict names, requires_grad and train mode stay.
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
-        4. Only the ranks of the mesh take part. A block may have several names; of two blocks
-           that hold it, one is inside the other.
+        4. Only the ranks of the mesh take part. A block may stand at several places.
         5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In
            float32 nothing is cast: float64 inputs stay so.
         6. Checkpointed blocks may have dropout and a `forward` set on the object, take keywords of
@@ -140,10 +139,10 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
-    """The blocks below the root; one inside another comes before it, as fully_shard asks."""
+    """The blocks below the root, from behind: one inside another comes before it."""
     _, *below = model.modules()
     blocks = [module for module in below if isinstance(module, block_types)]
-    return sorted(blocks, key=lambda block: len([*block.modules()]))  # what is inside has fewer
+    return blocks[::-1]
 
 
 def _check_wrap(

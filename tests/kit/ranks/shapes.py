@@ -40,17 +40,6 @@ class Deep(Block):
         return super().forward(self.outer(x))
 
 
-class Named(Deep):
-    """It has a second name for its innermost block, before what is around that."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        around = self.outer
-        del self.outer
-        self.innermost = around[0].inner
-        self.outer = around
-
-
 class Twice(nn.Module):
     """One block that runs twice, and stands in the tree at two places."""
 
@@ -110,12 +99,6 @@ def nested() -> Shape:
     draw.seed(4)
     first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
     return nn.Sequential(first, Outer(WIDTH), Deep(WIDTH), last), (Block, Outer)
-
-
-def named_before() -> Shape:
-    draw.seed(4)
-    first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
-    return nn.Sequential(first, Named(WIDTH), last), (Block, Outer)
 
 
 def only_blocks() -> Shape:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.ranks.shapes import SHAPES, Shape, made, named_before, reader
+from kit.ranks.shapes import SHAPES, Shape, made, reader
 from specs.fsdp_wrap.shapes import (
     any_names,
     detached,
@@ -129,7 +129,6 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "meshes": {
         "all ranks": Case(),
-        "all ranks, a block of two names": Case(named_before, script=("plain",)),
         "all ranks, a block at two places": Case(SHAPES["a block twice"], script=("plain",)),
         "meshes of half of the ranks": Case(half=True, script=("plain",)),
     },
