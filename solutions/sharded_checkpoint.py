@@ -145,7 +145,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
         model: sharded over all ranks, which have the same buffers.
         optimizer: of torch.optim, elementwise (SGD, AdamW); has made a step with every parameter
             that requires a gradient.
-        step: how many steps training has made, from 1.
+        step: of training, from 1.
 
     Raises:
         a step below 1, or not above the newest checkpoint's.
@@ -178,8 +178,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     """Load the newest complete checkpoint, on any number of ranks.
 
         goes on  training continues as if it had not stopped: weights, persistent buffers, extra
-                 state, optimizer state and settings, such as learning rates, are those that were
-                 saved
+                 state, optimizer state and settings, such as learning rates, are as saved
         drops    `grad` of all parameters
         memory   as in `save`, new state included; a mapped file counts whole
 
@@ -187,15 +186,15 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved; with any values, and anything frozen.
-        optimizer: of the same class and groups; with any state, or none.
+        model: sharded, of the class that was saved; with any values, and other parameters frozen.
+        optimizer: of the same class and groups; with any settings and state, or none.
 
     Returns:
         the step that was saved.
 
     Raises:
-        no checkpoint; other names, extra state's too; other shapes of weights or buffers. Names
-        the folder.
+        no checkpoint; other names, extra state's too; other shapes of weights or buffers (extra
+        state's may differ). Names the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:

@@ -145,12 +145,14 @@ class Debugging:
 class Order:
     """What the desk tells the judging process: what to run of all that was collected.
 
-    The sections in their order, but first what is about functions that have `changed`: in its lap
-    or, `past_core`, of all. `run_all` goes on after a failure.
+    The sections in their order, but first what is about functions that have `changed`: the spec
+    that has `failed` last, then others in their lap or, `past_core`, of all. `run_all` goes on
+    after a failure.
     """
 
     sections: tuple[Section, ...]
     changed: tuple[str, ...] = ()
+    failed: str = ""
     past_core: bool = False
     run_all: bool = False
 

@@ -103,7 +103,7 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
         job = planned(job, record, may_skip=may_skip)
     paper.line(title(job), "bold")
     if [*job.sections] != [section for section in job.kata.sections if section in job.sections]:
-        paper.line("What failed last time is judged first.")
+        paper.line("What you have changed, and what failed last time, is judged first.")
     paper.line()
     screen = Screen(paper, job, wanted.verbose)
     paper.status("starting")
@@ -123,6 +123,8 @@ def _judge(paper: Paper, state: State, wanted: Wanted, job: Job) -> schema.Verdi
 def planned(job: Job, record: Record, *, may_skip: bool) -> Job:
     """What is about changed functions comes first, then the section that failed last.
 
+    Of the first, the spec that failed last comes before all: whoever has mended it wants to know.
+
     Core comes before details until it has passed once. What has passed with this very code need not
     run.
     """
@@ -141,5 +143,6 @@ def planned(job: Job, record: Record, *, may_skip: bool) -> Job:
         sections=tuple(todo),
         before=tuple(before),
         changed=record.changed_functions(job.path),
+        failed=record.spec,
         past_core=is_past,
     )

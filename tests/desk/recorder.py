@@ -62,8 +62,8 @@ class Recorder:
     ) -> None:
         """Bring the specs into the order of the laps, and leave out those that nobody wants.
 
-        What is about a function that has changed comes first: in the core and after it or, past the
-        core, of all.
+        What is about a function that has changed comes first: the spec that failed last, then in
+        the core and after it or, past the core, of all.
         """
         wanted = self._order()
         config.option.maxfail = 0 if wanted.run_all else 1
@@ -76,10 +76,11 @@ class Recorder:
             section = _section(item)
             return section in order or section not in _kata(item).sections
 
-        def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
+        def place(item: pytest.Item) -> tuple[bool, bool, bool, int, bool]:
             section = _section(item)
             subject = max(subjects[section], key=subjects[section].__getitem__)  # of most of it
             return (
+                name_of(item) != wanted.failed or _subject(item) not in wanted.changed,
                 section.lap != "core" and not wanted.past_core,
                 subject not in wanted.changed,
                 order.get(section, len(order)),

@@ -83,12 +83,20 @@ class Screen:
     def _end_section(self, *, is_last: bool) -> None:
         """Nothing more comes of the section: fold it, or show what has waited."""
         broke_off = any(spec.section == self._section for spec in self._verdict.not_run)
-        if self._waiting and (broke_off or (is_last and not self._in_hand)):
+        if self._waiting and broke_off and not is_last:
+            self._open()  # it comes again: this was the spec that failed last time
+        elif self._waiting and (broke_off or (is_last and not self._in_hand)):
             self._in_hand = self._in_hand or self._section
             self._open()
         elif self._waiting:
-            seconds = sum(outcome.seconds for _, outcome in self._waiting)
-            self._passed(self._waiting[0][0].section, len(self._waiting), f"{seconds:.1f} s")
+            of_it = {spec.id for spec in self._verdict.specs if spec.section == self._section}
+            passed = [
+                o
+                for o in self._verdict.outcomes.values()
+                if o.id in of_it and o.result == events.PASSED
+            ]
+            seconds = sum(outcome.seconds for outcome in passed)
+            self._passed(self._waiting[0][0].section, len(passed), f"{seconds:.1f} s")
             self._waiting = []
         self._release()
         for place, specs in self._unwritten.items():

@@ -56,7 +56,8 @@ class Job:
 
     `sections` says what runs and in which order (nothing: everything); `before` are those that
     need not run, because they have passed with this very code. What is about a function that has
-    `changed` since the last verdict runs first: in its lap or, once `past_core`, of all.
+    `changed` since the last verdict runs first: the spec that has `failed`, then others in their
+    lap or, once `past_core`, of all.
     `junitxml` is the file that pytest writes, if any.
     """
 
@@ -69,6 +70,7 @@ class Job:
     sections: tuple[Section, ...] = ()
     before: tuple[Passed, ...] = ()
     changed: tuple[str, ...] = ()
+    failed: str = ""
     past_core: bool = False
     junitxml: Path | None = None
 
@@ -84,7 +86,7 @@ class Job:
     @property
     def order(self) -> Order:
         """What is to run of all that was collected."""
-        return Order(tuple(self.asked), self.changed, self.past_core, self.run_all)
+        return Order(tuple(self.asked), self.changed, self.failed, self.past_core, self.run_all)
 
     @property
     def may_share(self) -> bool:

@@ -47,6 +47,7 @@ from specs.sharded_checkpoint.models import (
 
 WIDE = 48  # rounding to 512 bytes is little of it
 LARGE = 400  # what a process takes besides, some MiB, is little of it
+TRAINED, NEW, OTHER = "trained", "new", "other"  # what a checkpoint is loaded into
 MANY = 5  # blocks, of which half are more than three times the largest parameter
 
 
@@ -58,13 +59,16 @@ def on_rank_0(action: Callable[[], object]) -> None:
     dist.barrier()
 
 
-def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str, Any]:
+def save_and_go_on(
+    answer: Any, rank: int, folder: Path, kind: Any, into: str = ""
+) -> dict[str, Any]:
     """Two steps, a checkpoint, and two more steps; the learning rates fall after each step."""
     model = sharded(tied(kind=Rich))
     optimizer = in_groups(model.parameters(), kind, 0.01)
     up = model.blocks[0].up
-    up.weight.grad = torch.ones_like(up.weight)  # it trained before it was frozen
-    optimizer.step()
+    if into == OTHER:
+        up.weight.grad = torch.ones_like(up.weight)  # it trained before it was frozen
+        optimizer.step()
     for number in (0, 1):
         step(model, optimizer, number)
         for group in optimizer.param_groups:
@@ -77,20 +81,25 @@ def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str,
 
 
 def load_and_go_on(
-    answer: Any, rank: int, folder: Path, kind: Any, is_new: bool, saved: dict[str, Any]
+    answer: Any, rank: int, folder: Path, kind: Any, into: str, saved: dict[str, Any]
 ) -> None:
-    """The checkpoint into a model that has trained otherwise, or that is new; two more steps."""
-    model = sharded(other(tied(seed=9, kind=Rich)))
-    optimizer = in_groups(model.parameters(), kind, 0.5, is_new)
-    if not is_new:
+    """The checkpoint into a model that has TRAINED, is NEW, or is another one; two more steps."""
+    model = tied(seed=9, kind=Rich)
+    model = sharded(model if into == TRAINED else other(model))
+    optimizer = in_groups(model.parameters(), kind, 0.5, into == NEW)
+    if into == TRAINED:
+        step(model, optimizer, 0)
+        optimizer.zero_grad()
+    if into == OTHER:
         _use_amsgrad(optimizer, 0)  # its state is there where none was saved, and the other way
         move(model, optimizer)  # all parameters: what is frozen has state and a gradient too
         _use_amsgrad(optimizer, 1)
-    for group in optimizer.param_groups:
-        group.update(betas=(0.5, 0.6), foreach=False)
-    model.head.requires_grad_(True)  # a part of it was frozen, and had no state
+        model.head.requires_grad_(True)  # a part of it was frozen, and had no state
+    if into != TRAINED:
+        for group in optimizer.param_groups:
+            group.update(betas=(0.5, 0.6), foreach=False)
     held = state(model, optimizer)
-    if is_new:
+    if into == NEW:
         evaluate(model)  # last: a state dict would give back what stays gathered after it
     number = answer.load(str(folder), model, optimizer)
     model.head.bias.requires_grad_(False)
@@ -99,7 +108,8 @@ def load_and_go_on(
     cause = "not everything is saved, or loaded, for each parameter and in its dtype; or state of "
     cause += "before is left"
     _check_loaded(model, optimizer, saved["saved"], cause, held)
-    check_others(model)
+    if into != TRAINED:
+        check_others(model)
     cause = "what trains afterwards is not what was loaded; or a buffer of two modules is now two"
     after = _goes_on(model, optimizer)
     check_close(after, saved["after"], "losses of the next steps", cause=cause, rtol=1e-4)

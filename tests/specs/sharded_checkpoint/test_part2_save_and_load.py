@@ -18,23 +18,22 @@ from specs.sharded_checkpoint.models import adamw, nadam
 class TestPart2SaveAndLoad:
     @pytest.mark.works("load", "goes on")
     @pytest.mark.parametrize(
-        ("saving", "loading", "kind", "is_new"),
-        [(2, 3, adamw, False), (3, 1, nadam, True)],
+        ("saving", "loading", "kind", "into"),
+        [(2, 3, adamw, ranks.TRAINED), (3, 1, nadam, ranks.NEW)],
         ids=["2_ranks_to_3", "3_ranks_to_1_NAdam_new"],
     )
     def test_goes_on_as_if_it_had_not_stopped(
-        self, answer, worlds, tmp_path, saving, loading, kind, is_new
+        self, answer, worlds, tmp_path, saving, loading, kind, into
     ):
         """Weights, buffers, state and settings to the bit; the next steps within rounding.
 
-        It is loaded into what has trained otherwise, with other rates, and has gradients; or into
-        what is new, and has been evaluated. Some weights are tied, some frozen, of which one has
-        trained before, and one trains now; one has a single row; a buffer has -inf. One rate is a
-        tensor, and one group has amsgrad. The betas differ.
+        It is loaded into what has trained with other rates; or into what is new, and has been
+        evaluated. Some weights are tied, some frozen; one has a single row; a buffer has -inf. One
+        rate is a tensor, and one group has amsgrad.
         """
         folder = tmp_path / "run[lr=0.1]"
         saved = worlds(saving).run(answer, ranks.save_and_go_on, folder, kind)[0]
-        worlds(loading).run(answer, ranks.load_and_go_on, folder, kind, is_new, saved)
+        worlds(loading).run(answer, ranks.load_and_go_on, folder, kind, into, saved)
 
     @pytest.mark.exact("load", "goes on")
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
@@ -74,6 +73,14 @@ class TestPart2SaveAndLoad:
     def test_a_rank_loads_its_own_part_only(self, answer, reference, worlds, tmp_path):
         """The same, of what one rank has saved: its file is more than the part of one of two."""
         _check_peaks("load", answer, reference, worlds, tmp_path)
+
+    @pytest.mark.survives("load", "goes on")
+    def test_goes_on_whatever_was_there_before(self, answer, worlds, tmp_path):
+        """Other settings and their state; others frozen; gradients; another extra state. What was
+        frozen when it was saved has trained before, or has no state."""
+        folder, into = tmp_path / "run", ranks.OTHER
+        saved = worlds(2).run(answer, ranks.save_and_go_on, folder, adamw, into)[0]
+        worlds(3).run(answer, ranks.load_and_go_on, folder, adamw, into, saved)
 
     @pytest.mark.survives("load", "goes on")
     def test_weights_of_any_name_come_back(self, answer, world, tmp_path):
