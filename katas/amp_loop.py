@@ -86,7 +86,7 @@ def train_step(
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
         3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
-           formula may be torch's.
+           factor may be torch's.
         4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
@@ -256,7 +256,7 @@ class MasterWeights:
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
         3. A parameter without a gradient is left alone, its moments too.
         4. Huge finite gradients are a step.
-        5. A loaded state is copied.
+        5. A loaded state stays as it is.
     """
 
     def __init__(
@@ -281,4 +281,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub db74322aa52f
+# untouched stub f5810abac6b0

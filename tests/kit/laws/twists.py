@@ -314,7 +314,7 @@ def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
         ("one tensor of two rows", ones(2, 7)),
         ("lists of numbers", ([1.0, 2.0], [1.0, 2.0])),
         ("tuples of numbers", ((1.0, 2.0), (1.0, 2.0))),
-        ("tensors without rows", (ones(()), ones(()))),
+        ("tensors without dimensions", (ones(()), ones(()))),
         ("a tensor and None", (ones(2, 7), None)),
         ("a dict", {"x": ones(2, 7), "y": ones(2, 5)}),
     ):

@@ -26,7 +26,7 @@ OUT_OF_RANGE = {
     "init_scale": (0.0, -4.0, 1e39, float("inf"), nan),  # not math's own object
     "growth_factor": (1.0, 0.5, nan),
     "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
-    "growth_interval": (0, -1, nan),
+    "growth_interval": (0, -1),
 }
 SIZES = (7, 4, 1)  # of an optimizer's parameters, in two groups
 

@@ -33,6 +33,11 @@ def meaning(got, want):
         return STREAM
     if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
         return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
+    if name == "backward pass" and "not found in storage" in str(got[name]):
+        return (
+            "the second run has an operation that the first had not, as where state is copied or"
+            " put back inside of the context of `keep`"
+        )
     if name.startswith("buffers that the backward pass replaced"):
         return "after the second run other tensors are there than before: copies, or what had gone"
     if name == TYPES:

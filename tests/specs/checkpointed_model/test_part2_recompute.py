@@ -115,9 +115,8 @@ class TestPart2Recompute:
         def around(run, chain, x, model):
             return run(partial(chain, run), x, state=[model])
 
-        cause = (
-            "arguments are held by something else than the graph, so a call around cannot free them"
-        )
+        cause = "arguments are held by something else than the graph, as a closure, so that a call "
+        cause += "around cannot free them: give checkpoint() each tensor by position"
         _check_held(answer, reference, device, 1, "3 calls in one more", around, cause)
 
     @pytest.mark.survives("recompute", "function")

@@ -138,7 +138,9 @@ class TestPart2Tensors:
         w.check_right_or_refused(ask, plain, answer.checkpoint, [x], cause)
 
     @pytest.mark.survives("checkpoint", 9)
-    @w.as_plain("one tensor becomes two, each detached on its own; or two on one memory become one")
+    @w.as_plain(
+        "one tensor becomes two, each saved or detached on its own; or two on one memory become one"
+    )
     def test_a_tensor_that_is_given_twice_is_one(self):
         """nn.MultiheadAttention, for one, computes otherwise where its query is its key."""
         x, fixed = w.leaf(11, 5), w.data(5)
