@@ -124,8 +124,7 @@ class TestPart3Train:
         yield "no batches", lambda w: w.batches.clear()
         yield "dropout in eval mode", twists.insert(lambda: nn.Dropout(0.5), train=False)
         yield "no schedule", put(gamma=None)
-        yield "inside an autocast of the caller", twists.inside_autocast(torch.bfloat16)
-        yield "a layer joins after the first step", twists.joins, option(max_norm=0.5)
+        yield "clipped", option(max_norm=0.5)
 
     @pytest.mark.exact("train", "scheduler")
     @RUN.spec("fp32", "fp16")
