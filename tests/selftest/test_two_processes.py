@@ -106,6 +106,7 @@ def test_a_judge_that_failed_says_nothing_where_the_other_process_has_decided():
             is_over=True,
             has_finished=not trouble,
             ends=[],
+            running=None,
         )
 
     spec = Spec("id", 1, "core", "mean", "", "is the sum", "", gpu=False)
