@@ -35,8 +35,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
                       else draws as after one run
         autocast      in the second run as in the first: on or off, dtype; backward runs in the
                       caller's
-        result        what `function` returns: a tensor, a tuple or namedtuple of tensors and other
-                      things; tensors may be changed in place
+        result        what `function` returns: a tensor, a tuple, namedtuple or torch.return_types
+                      of tensors and other things; tensors may change in place
         no_grad       under no_grad and inference_mode it is the plain call, whatever the arguments
 
         >>> checkpoint(block, x).sum().backward()
@@ -143,8 +143,8 @@ def backward_with_snapshots(
         gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
                       requires one, of `x` and what it was computed from
         runs          layers at most `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
-        random state  layers draw the same from torch's default generators in each run; all else
-                      draws as if each ran once, after an error too
+        random state  layers draw the same from torch's default generators in each run; all else,
+                      hooks in backward too, draws as if each ran once, after an error too
         peak          `snapshots` activations, and one layer's forward and backward with its input
         freed         afterwards nothing is left but the loss
 
@@ -169,4 +169,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub cf9817577081
+# untouched stub 76d5c3b0f79b
