@@ -146,9 +146,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     if answer is None or answer.kind not in ("stubs", "mistakes"):
         try:
             result = yield
-        except checks.SpecFailure as error:
+        except Exception as error:
             load_one = functools.partial(_module, pyfuncitem.config)
-            if answer and (told := blamed(pyfuncitem, answer, error, load_one)):
+            is_written = not isinstance(error, NotImplementedError)
+            if answer and is_written and (told := blamed(pyfuncitem, answer, error, load_one)):
                 raise told from None
             raise
         if answer:

@@ -115,10 +115,13 @@ def test_a_function_is_named_that_only_the_spec_has_called():
     text = spec.read_text(encoding="utf-8").replace("[1.0], start=2.0", "[answer.Counter(1).add()]")
     spec.write_text(text.replace("3.0, ", "1.0, "), encoding="utf-8")
     home.write("counts.py", SOLUTION.replace("+= self.step", "+= self.step + 1"))
-    code, out = home.run("desk", "kata", "tiny_mean", "1", "--answers", "counts.py")
-    assert code == 1
-    found = block(out, "starts where it is told")
-    assert "cause     Counter: with the reference's in its place, mean passes this spec" in found
+    home.write("texts.py", SOLUTION.replace("return self.count", "return str(self.count)"))
+    for name, label in {"counts.py": "cause    ", "texts.py": "perhaps  "}.items():  # this raises
+        code, out = home.run("desk", "kata", "tiny_mean", "1", "--answers", name)
+        assert code == 1
+        found = block(out, "starts where it is told")
+        words = "Counter: with the reference's in its place, mean passes this spec"
+        assert f"{label} {words}" in found, found
 
 
 def test_every_spec_and_every_bar_is_shown_if_asked_and_a_bar_where_it_fails():

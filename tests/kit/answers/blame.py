@@ -10,6 +10,7 @@ import ast
 import contextlib
 import io
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -34,26 +35,36 @@ import pathlib as pathlib_of_blame, kit.answers.loading as loading_of_blame
 
 
 def blamed(
-    item: pytest.Function, answer: Answer, error: SpecFailure, load: Callable[[Answer], ModuleType]
-) -> SpecFailure | None:
-    """What to say instead of an error where another function than the spec's own is at fault."""
+    item: pytest.Function, answer: Answer, error: Exception, load: Callable[[Answer], ModuleType]
+) -> BaseException | None:
+    """What to say instead of an error where another function than the spec's own is at fault.
+
+    An error that has come through that function says so itself.
+    """
     function, mine = clause_of(item)[0].partition(".")[0], item.funcargs["answer"]
-    called = set() if error.sure else {*untouched.called}
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    passed = {code.co_name for code in frames if code.co_filename == str(answer.path)}
+    is_known = isinstance(error, SpecFailure) and error.sure
+    called = set() if is_known else {*untouched.called}
     with contextlib.suppress(Exception):  # what was found before counts, whatever the file is like
         for other in _others(answer, function, called):
+            if other in passed and not isinstance(error, SpecFailure):
+                continue
             paths = {"answer": str(answer.path), "reference": str(answer.kata.solution)}
             text = _SWAPPED.format(**paths, function=other)
             # One path for each answer: several may be judged in one run, and a path is loaded once.
             label = f"{zlib.crc32(bytes(answer.path)):08x} with the reference's {other}"
             path = materialise(answer.kata, label, text)
             if _failure(item, load(Answer(answer.kata, "file", path))) is None:
+                cause = f"{other}: with the reference's in its place, {function} passes this spec"
+                if not isinstance(error, SpecFailure):
+                    return checks.with_cause(error, cause)
                 if error.sure:
                     return error.but(at=other)
                 with of_function(other):  # what it does wrong may be known
                     again = _failure(item, mine) if isinstance(mine, ModuleType) else None
                 if isinstance(again, SpecFailure) and again.sure:
                     return again.but(at=other)
-                cause = f"{other}: with the reference's in its place, {function} passes this spec"
                 return error.but(cause=cause, sure=True, at=other)
     return None
 
