@@ -158,12 +158,12 @@ def _check_wrap(
     # What is gathered is no DTensor, and a module may have been sharded in another way.
     if any(isinstance(x, (FSDPModule, DTensor)) for x in [*model.modules(), *model.parameters()]):
         raise ValueError(f"{type(model).__name__} is sharded already")
-    owned = set[nn.Parameter]()
+    owner: dict[nn.Parameter, nn.Module] = {}
     for unit in [*_blocks(model, block_types), model]:
-        own = set(_own_parameters(unit, block_types))
-        if shared := [name for name, p in model.named_parameters() if p in own & owned]:
-            raise ValueError(f"a parameter belongs to one unit, and two share {shared[0]}")
-        owned |= own
+        for p in _own_parameters(unit, block_types):
+            if owner.setdefault(p, unit) is not unit:
+                name = next(n for n, each in model.named_parameters() if each is p)
+                raise ValueError(f"a parameter belongs to one unit, and two share {name}")
 
 
 def _own_parameters(module: nn.Module, block_types: BlockTypes) -> Iterator[nn.Parameter]:

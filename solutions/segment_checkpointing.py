@@ -300,10 +300,12 @@ def _next_snapshot(num_layers: int, snapshots: int) -> int:
     What lies behind it is done with one snapshot fewer. When that is finished its place is free
     again for what lies before it, which then may run once less often.
     """
-    repeats = _repeats(num_layers, snapshots)
-    most_behind = math.comb(snapshots - 1 + repeats, repeats)
-    least_before = math.comb(snapshots + repeats - 2, snapshots) if repeats > 1 else 1
-    return max(num_layers - most_behind, least_before)
+    if snapshots == 1:
+        return num_layers - 1  # all of them run for the last one, and again for the one before
+    if snapshots >= num_layers - 1:
+        return 1  # every input can be kept: no layer runs twice
+    behind = lambda n: fewest_extra_steps(num_layers - n, snapshots - 1)  # noqa: E731
+    return min(range(1, num_layers), key=lambda n: n + behind(n) + fewest_extra_steps(n, snapshots))
 
 
 def _check_schedule(num_layers: int, snapshots: int) -> None:
