@@ -304,8 +304,12 @@ def _next_snapshot(num_layers: int, snapshots: int) -> int:
         return num_layers - 1  # all of them run for the last one, and again for the one before
     if snapshots >= num_layers - 1:
         return 1  # every input can be kept: no layer runs twice
-    behind = lambda n: fewest_extra_steps(num_layers - n, snapshots - 1)  # noqa: E731
-    return min(range(1, num_layers), key=lambda n: n + behind(n) + fewest_extra_steps(n, snapshots))
+
+    def runs(n: int) -> int:
+        behind = fewest_extra_steps(num_layers - n, snapshots - 1)
+        return n + behind + fewest_extra_steps(n, snapshots)
+
+    return min(range(1, num_layers), key=runs)
 
 
 def _check_schedule(num_layers: int, snapshots: int) -> None:
