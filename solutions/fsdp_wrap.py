@@ -118,8 +118,8 @@ def _shard(
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        # As a dict: checkpoint would take some keywords for its own. Not in a closure: it keeps the
-        # random streams of those GPUs on which it sees a tensor.
+        # As a dict: checkpoint would take some keywords for its own. Not in a closure: checkpoint
+        # keeps the random streams of those GPUs on which it sees a tensor.
         return recompute(lambda a, k: forward(*a, **k), args, kwargs, use_reentrant=False)
 
     return run
@@ -236,7 +236,8 @@ def train_step(
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not sharded")
-    # The ranks that share the model, which need not be all.
+    # The ranks that share the model, which need not be all. The optimizer always has DTensors;
+    # what the model has may be gathered.
     mesh = next(p.device_mesh for group in optimizer.param_groups for p in group["params"])
     samples = _samples_of_all(mesh, micro_batches)
 

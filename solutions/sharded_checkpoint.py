@@ -202,7 +202,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         if newest is None:
             raise ValueError(f"no checkpoint in {folder}")
         saved = FileSystemReader(newest).read_metadata().state_dict_metadata
-        there = {n[6:]: getattr(e, "size", None) for n, e in saved.items() if n[:6] == "model."}
+        weights = {name: entry for name, entry in saved.items() if name.startswith("model.")}
+        there = {n.removeprefix("model."): getattr(e, "size", None) for n, e in weights.items()}
         _check_same_shapes(newest, there, _shapes(model.state_dict()))
         return newest, saved
 
