@@ -187,8 +187,10 @@ class _Run:
             self._pass_on_in_order()
 
     def _tell_if_slow(self, process: JudgingProcess) -> None:
-        spec, now = process.running, time.monotonic()
-        if spec and now > process.running_since + _SLOW and spec.id not in self._slow:
+        spec, seconds = process.running, time.monotonic() - process.running_since
+        if process.is_debugging or not spec or spec.id in self._slow:
+            return
+        if seconds > _SLOW:
             self._slow.add(spec.id)
             self._tell(Started(spec.id))
 

@@ -57,7 +57,7 @@ class JudgingProcess:
         self.running: Spec | None = None
         self.running_since = 0.0
         self._specs: dict[str, Spec] = {}
-        self._debugging = self._is_bomb = False
+        self.is_debugging = self._is_bomb = False
         self._pipe, there = forkserver.pipe()
         self._is_open = True
         name = terminal.name if terminal else ""
@@ -97,7 +97,7 @@ class JudgingProcess:
         if self.has_finished or (gone and not fresh):
             self.is_over = True  # finished, it takes its time to leave, or a thread never ends
             return fresh if self.has_finished else self._died()
-        if fresh or self._debugging:
+        if fresh or self.is_debugging:
             self._patience = Patience(self._limit())
         self._patience.look(self._family)
         if self._patience.is_over:
@@ -115,7 +115,7 @@ class JudgingProcess:
         """End the process and everything that it has started."""
         forkserver.end(self._child)
         self._pipe.close()
-        if self._debugging and self._terminal:
+        if self.is_debugging and self._terminal:
             self._terminal.take_back()
 
     def _family(self) -> list[int]:
@@ -160,7 +160,7 @@ class JudgingProcess:
         elif isinstance(event, Broken | Finished):
             self.running, self.has_finished = None, True
         elif isinstance(event, Debugging) and self._terminal:
-            self._debugging = event.active
+            self.is_debugging = event.active
             if event.active:
                 self._terminal.hand_over(self._child.pid or 0)
             else:

@@ -6,7 +6,6 @@ import argparse
 import ast
 import dataclasses
 import difflib
-import itertools
 from pathlib import Path
 
 from rich.table import Table
@@ -154,10 +153,12 @@ def _draw(paper: Paper, plan: Plan) -> None:
     paper.line()
     paper.table(_table(plan.rows, size))
     paper.line()
-    for one, other in itertools.combinations(plan.rows, 2):
-        if (one.bytes, one.collectives) == (other.bytes, other.collectives):
-            same = f"{other.label}: all as in {one.label}; "
-            paper.line(f"{same}the option does nothing, or is not written yet", "yellow")
+    for number, row in enumerate(plan.rows):
+        of_row = (row.bytes, row.collectives)
+        same = [r.label for r in plan.rows[:number] if (r.bytes, r.collectives) == of_row]
+        if same:
+            why = "the option does nothing, or is not written yet"
+            paper.line(f"{row.label}: all as in {same[0]}; {why}", "yellow")
     calls = [row for row in plan.rows if row.collectives]
     if calls:
         paper.line("Collective calls of a step:")

@@ -21,6 +21,8 @@ def run(name: str | None, force: bool, paper: Paper) -> int:
     # Every kata gets its turn before the exit code is known.
     stubs = [_reset(paper, kata, force) for kata in katas]
     ok = all(stub.written for stub in stubs)
+    if name and ok:
+        paper.steps([("Next", f"open {stubs[0].path} and write part 1")])
     paper.report(schema.Reset(command="reset", ok=ok, stubs=stubs))
     return 0 if ok else 1
 

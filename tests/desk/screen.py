@@ -206,8 +206,7 @@ class Screen:
         paper.status()
         if not verdict.broken:
             self._not_run(verdict)
-            if not verdict.first_bad:  # else they are counted, and what is to be mended is near
-                self._unchecked(verdict)
+            self._unchecked(verdict)
         if verdict.trouble:
             self.trouble(verdict)
         paper.line()
@@ -248,6 +247,8 @@ class Screen:
             reasons.setdefault(reason or NEEDS_GPU, []).append(spec)
         for reason, specs in reasons.items():
             self._paper.line(f"not checked ({reason}): {count(len(specs), 'spec')}")
+            if verdict.first_bad:
+                continue  # what is to be mended is near
             for _, cases in itertools.groupby(specs, spec_of):
                 self._paper.line(f"  - {cases_of(list(cases))}", hang=4)
 

@@ -92,20 +92,20 @@ class Keys(Terminal):
             if self._wake in ready:
                 os.read(self._wake, 100)
             elif text := os.read(0, 1):
-                if text == _ESCAPE:
-                    _skip_rest_of_key()
-                else:
+                if text != _ESCAPE or not _skip_rest_of_key():
                     self._pressed(text.decode(errors="replace"))
             else:
                 return  # the terminal is gone
 
 
-def _skip_rest_of_key() -> None:
-    """An arrow, say, is ESC [ A."""
+def _skip_rest_of_key() -> bool:
+    """Read on behind ESC: an arrow, say, is ESC [ A. False if there is nothing: it was Esc."""
+    last = b""
     while select.select([0], [], [], 0.01)[0]:
         last = os.read(0, 1)
         if last == b"~" or (last.isalpha() and last != b"O"):
-            return
+            break
+    return bool(last)
 
 
 def own_terminal() -> Terminal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable
 from typing import Literal
@@ -127,7 +128,8 @@ def spec_of(spec: Spec) -> tuple[int, str]:
 
 def cases_of(cases: list[Spec]) -> str:
     """One spec with its cases: clips the true gradients (bf16, fp16)."""
-    names = ", ".join(spec.case for spec in cases if spec.case)
+    # Several numbers, each with a name: ranks=8 rank=7.
+    names = ", ".join(re.sub(r"-(?=\w+=)", " ", spec.case) for spec in cases if spec.case)
     return cases[0].sentence + (f" ({names})" if names else "")
 
 

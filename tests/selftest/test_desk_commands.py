@@ -194,7 +194,8 @@ def test_hints_go_up_one_rung_at_a_time_and_end(desk):
 
 
 def test_reset_writes_a_missing_stub_and_an_untouched_one(desk, stub):
-    assert desk("reset", "tiny") == (0, "katas/tiny.py is a fresh stub.\n")
+    words = "katas/tiny.py is a fresh stub.\nNext:    open katas/tiny.py and write part 1\n"
+    assert desk("reset", "tiny") == (0, words)
     assert stub.read_text() == make_stub(SOLUTION)
     stub.write_text(make_stub(SOLUTION.replace("mean", "older")))
     assert desk("reset", "tiny")[0] == 0

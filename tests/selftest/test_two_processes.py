@@ -107,6 +107,8 @@ def test_a_judge_that_failed_says_nothing_where_the_other_process_has_decided():
             has_finished=not trouble,
             ends=[],
             running=None,
+            running_since=0.0,
+            is_debugging=False,
         )
 
     spec = Spec("id", 1, "core", "mean", "", "is the sum", "", gpu=False)

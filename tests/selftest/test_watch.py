@@ -192,8 +192,9 @@ def test_keys_for_hints_which_go_on_for_the_path_and_for_a_fresh_stub(watch: Ter
     watch.until(f"{watch.path}:{line + 1}")
 
     before = watch.path.read_text()
-    watch.screen.send("rx")
-    watch.until("Left as it is.")
+    for no in ("rx", "r\x1b"):
+        watch.screen.send(no)
+        watch.until("Left as it is.")
     assert watch.path.read_text() == before
     watch.screen.send("ry")
     assert "is kept as katas/tiny_mean.old-" in watch.until("is a fresh stub.")

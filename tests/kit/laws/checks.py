@@ -255,7 +255,7 @@ def check_raises(
                 expected=expected,
                 got=f"{type(error).__name__}: {_first_line(error)}",
                 cause=_why_another(error, name),
-                clause=ERRORS,
+                clause=ERRORS if kinds == (ValueError,) else "Raises",
             )
         if lacks := missing(error, mentions):
             on_purpose = is_raised_on_purpose(error)

@@ -46,7 +46,7 @@ class TestPart1Wrap:
                 isinstance(optimizer, Optimizer),
                 expected="the optimizer that make_optimizer has made",
                 got=type(optimizer).__name__,
-                cause="the model is sharded in place and needs not be returned",
+                cause="the model is sharded in place: what is returned is the optimizer",
             )
             whole = [name for name, p in model.named_parameters() if not hasattr(p, "to_local")]
             cause = "what is in no block, or frozen, is left whole on every rank"
