@@ -42,6 +42,7 @@ from kit.laws.trace import (
 from kit.laws.twists import in_precision, twisted
 
 _NOTHING = "nothing"  # an observable that was not seen
+_RETURNED = "what is returned"
 
 # All that is otherwise in a scenario than it should be; None where the call cannot be compared.
 Pattern = Trace | None
@@ -170,6 +171,10 @@ class Law:
     ) -> list[Difference]:
         """Where the law is broken; the first is the one to show."""
         near = self.rounding(want["_world"])
+        if "result" in got and "result" not in want and want["outcome"] == "returns":
+            names = [name for name in want if name not in got and name.isidentifier()]
+            wanted = f"an object with {' and '.join(names)}"
+            return [Difference(scenario, _RETURNED, wanted, got["result"])]
         found = [
             narrowed(scenario, name, want.get(name, _NOTHING), got.get(name, _NOTHING), near)
             for name in dict.fromkeys([*want, *got])
@@ -223,6 +228,8 @@ class Law:
         suspect = self._suspect(first.scenario, group, answer, device, seen)
         late = self._too_late(first.scenario, seen)
         belief = suspect.belief if suspect else late or certain(first.got, first.want, name)
+        if name == _RETURNED:
+            belief = belief or "something else is returned than the stub says"
         if not belief and name == "message":  # which was looked at
             belief = meaning or None
         if not belief and in_another_order(first.got, first.want):
