@@ -17,7 +17,7 @@ from kit.catalog import ROOT, find_kata
 NO_BFLOAT16 = {"if dtype != torch.float32:\n        # Between": "if False:\n        # Between"}
 NO_CHECKPOINT = {"if checkpoint and block not in inner": "if False and block not in inner"}
 NO_SYNC_LAST = {
-    "    # The ranks that share the model, which need not be all.\n": (
+    "    # what the model has may be gathered.\n": (
         "    if sync == 'last':\n        raise NotImplementedError\n"
     )
 }
