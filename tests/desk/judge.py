@@ -188,7 +188,7 @@ class _Run:
 
     def _tell_if_slow(self, process: JudgingProcess) -> None:
         spec, seconds = process.running, time.monotonic() - process.running_since
-        if process.is_debugging or not spec or spec.id in self._slow:
+        if self._decided or process.is_debugging or not spec or spec.id in self._slow:
             return
         if seconds > _SLOW:
             self._slow.add(spec.id)

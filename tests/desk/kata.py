@@ -124,7 +124,6 @@ def planned(job: Job, record: Record, *, may_skip: bool) -> Job:
     """What is about changed functions comes first, then the section that failed last.
 
     Of the first, the spec that failed last comes before all: whoever has mended it wants to know.
-
     Core comes before details until it has passed once. What has passed with this very code need not
     run.
     """

@@ -33,9 +33,11 @@ class OneCall(Job):
         return False
 
 
-def carry_out(job: Job) -> tuple[Verdict, Outcome | None]:
+def carry_out(paper: Paper, job: Job) -> tuple[Verdict, Outcome | None]:
     """The verdict, and what the call came to if it has passed; Misuse says why it is skipped."""
+    paper.status(f"running, for {job.limit:g} s at most")
     verdict = judge(job)
+    paper.status()
     outcome = next(iter(verdict.outcomes.values()), None)
     if outcome and outcome.result == events.SKIPPED:
         raise Misuse(outcome.reason.removeprefix("Skipped: "))

@@ -42,8 +42,7 @@ def run(name: str | None, answers: str, given: dict[str, int], limit: float, pap
         job = reference_job(job)
     paper.line(f"{kata.title} - a dry run of {shown(job.path)}", "bold")
     paper.line()
-    paper.status(f"planning, for up to {limit:g} s")
-    verdict, outcome = carry_out(job)
+    verdict, outcome = carry_out(paper, job)
     found = outcome.plan if outcome else None
     if found:
         _draw(paper, found)

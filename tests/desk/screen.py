@@ -89,14 +89,9 @@ class Screen:
             self._in_hand = self._in_hand or self._section
             self._open()
         elif self._waiting:
-            of_it = {spec.id for spec in self._verdict.specs if spec.section == self._section}
-            passed = [
-                o
-                for o in self._verdict.outcomes.values()
-                if o.id in of_it and o.result == events.PASSED
-            ]
-            seconds = sum(outcome.seconds for outcome in passed)
-            self._passed(self._waiting[0][0].section, len(passed), f"{seconds:.1f} s")
+            found = self._verdict.passed_in(self._waiting[0][0].section)
+            if found:  # nothing has failed, or it would be open
+                self._passed(found.section, found.passed, f"{found.seconds:.1f} s")
             self._waiting = []
         self._release()
         for place, specs in self._unwritten.items():

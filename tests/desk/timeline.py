@@ -20,7 +20,7 @@ def run(name: str | None, answers: str, limit: float, paper: Paper) -> int:
     job = OneCall(kata, *location, limit=limit, function="timeline", options=options)
     paper.line(f"{kata.title} - one step of {shown(job.path)}", "bold")
     paper.line()
-    verdict, outcome = carry_out(job)
+    verdict, outcome = carry_out(paper, job)
     chart = outcome.charts[0] if outcome else None
     place = shown(picture.with_suffix(".png")) if chart else ""
     if chart:

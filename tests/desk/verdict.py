@@ -210,10 +210,11 @@ class Verdict:
             return []
         missing = {spec.section for spec in self.not_run}
         sections = dict.fromkeys([*(spec.section for spec in self.specs), *self.job.asked])
-        found = (self._passed(section) for section in sections if section not in missing)
+        found = (self.passed_in(section) for section in sections if section not in missing)
         return [section for section in found if section]
 
-    def _passed(self, section: Section) -> Passed | None:
+    def passed_in(self, section: Section) -> Passed | None:
+        """What has passed of a section so far; None if something of it has failed."""
         specs = [spec for spec in self.specs if spec.section == section]
         ended = [(spec, self.outcomes[spec.id]) for spec in specs if spec.id in self.outcomes]
         if any(outcome.result in (events.FAILED, events.TODO) for _, outcome in ended):

@@ -59,9 +59,7 @@ def on_rank_0(action: Callable[[], object]) -> None:
     dist.barrier()
 
 
-def save_and_go_on(
-    answer: Any, rank: int, folder: Path, kind: Any, into: str = ""
-) -> dict[str, Any]:
+def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any, into: str) -> dict[str, Any]:
     """Two steps, a checkpoint, and two more steps; the learning rates fall after each step."""
     model = sharded(tied(kind=Rich))
     optimizer = in_groups(model.parameters(), kind, 0.01)

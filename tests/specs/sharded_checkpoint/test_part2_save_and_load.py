@@ -32,7 +32,7 @@ class TestPart2SaveAndLoad:
         rate is a tensor, and one group has amsgrad.
         """
         folder = tmp_path / "run[lr=0.1]"
-        saved = worlds(saving).run(answer, ranks.save_and_go_on, folder, kind)[0]
+        saved = worlds(saving).run(answer, ranks.save_and_go_on, folder, kind, into)[0]
         worlds(loading).run(answer, ranks.load_and_go_on, folder, kind, into, saved)
 
     @pytest.mark.exact("load", "goes on")
