@@ -37,6 +37,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command == "plan":
         raise Misuse(plan.unknown_option(rest[0]))
+    if rest and options.command == "kata" and not rest[0].startswith("-"):
+        raise Misuse(f"one kata, or one part of it, is judged at a time; {rest[0]!r} is too much")
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options

@@ -39,11 +39,11 @@ def run(paper: Paper) -> int:
     """Draw the board."""
     notes: list[str] = []
     standings = all_standings(State(notes.append))
-    _draw(paper, standings)
+    todo = in_hand(standings)
+    _draw(paper, standings, todo)
     paper.line()
     for note in notes:
         paper.note(note)
-    todo = in_hand(standings)
     if todo is None:
         paper.line("Every kata is solved.", "bold green")
     steps = todo.steps if todo else [("Next", ALL_SOLVED)]
@@ -100,11 +100,12 @@ def _row(found: Standing) -> schema.Row:
     return schema.Row(report.kata_name(found.kata), answer, state, found.part, found.core_passed)
 
 
-def _draw(paper: Paper, standings: list[Standing]) -> None:
+def _draw(paper: Paper, standings: list[Standing], todo: Standing | None) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("#", "Kata", "State", "File in katas/"):
+    for heading in ("  #", "Kata", "State", "File in katas/"):
         table.add_column(heading, overflow="fold")
     for number, found in enumerate(standings, 1):
         words = Text(found.words, found.style)
-        table.add_row(str(number), found.kata.title, words, found.kata.stub.name)
+        mark = ">" if found is todo else " "
+        table.add_row(f"{mark} {number}", found.kata.title, words, found.kata.stub.name)
     paper.table(table)

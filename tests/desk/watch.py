@@ -23,7 +23,7 @@ from kit import catalog
 from kit.answers.stubs import is_untouched
 from kit.catalog import Kata, shown
 
-KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
+KEYS = "n next   h hint   a all   p part   r reset   o place   Enter again   q quit"
 # Editors write in several steps; a file that is gone or empty for longer than this is so.
 _SETTLES = 1.0
 

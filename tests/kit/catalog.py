@@ -132,11 +132,15 @@ def _kata(
 
 
 def find_kata(name: str) -> Kata:
-    """The kata of that name, title or file; ValueError names the nearest one there is."""
+    """The kata of that name, title or file, or of its beginning if no other has the same.
+
+    ValueError names the nearest one there is.
+    """
     katas = {kata.name: kata for kata in all_katas()}
     plain = re.sub(r"[ -]", "_", name.lower()).removeprefix("katas/").removesuffix(".py")
-    if plain in katas:
-        return katas[plain]
+    begun = [plain] if plain in katas else [known for known in katas if known.startswith(plain)]
+    if plain and len(begun) == 1:
+        return katas[begun[0]]
     near = difflib.get_close_matches(plain, katas, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(katas)}"
     raise ValueError(f"no kata is named {name!r}; {hint}")

@@ -14,7 +14,7 @@ import pexpect
 from kit.patience import family
 from selftest.tiny import House, hears_ctrl_c, new_folder
 
-KEYS = "n next   h hint   a all   p part   r reset   o open   q quit"
+KEYS = "n next   h hint   a all   p part   r reset   o place   Enter again   q quit"
 _EDITS = itertools.count()
 
 

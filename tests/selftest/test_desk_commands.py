@@ -69,8 +69,8 @@ def test_the_board_tells_every_state_apart_judges_nothing_and_says_what_has_chan
     code, out = walk()["board"]
     assert code == 0
     for row in (
-        r"1 +Solved +passed \(1 not checked\) +solved\.py",
-        r"2 +Second +failing at part 2 of 2 +second\.py",
+        r"  1 +Solved +passed \(1 not checked\) +solved\.py",
+        r"> 2 +Second +failing at part 2 of 2 +second\.py",
         r"3 +Fresh +not started \(5 min\) ",
         r"4 +Broken +broken file: syntax error, line 5 ",
         r"5 +Gone +the file is missing ",
@@ -130,8 +130,12 @@ def test_without_a_gpu_that_is_said_and_nothing_is_judged():
 
 def test_an_unknown_kata_is_answered_with_the_nearest(desk):
     assert desk("kata", "tinny") == (2, "no kata is named 'tinny'; did you mean tiny?\n")
-    for name in ("tiny", "katas/tiny.py", "tiny.py", "Tiny"):  # its file, or its title
+    for name in ("tiny", "katas/tiny.py", "tiny.py", "Tiny", "ti"):  # its file, title, or beginning
         assert desk("kata", name, "9") == (2, "tiny has no part 9: there are parts 1 to 2\n")
+    assert desk("kata", "tiny", "1", "2") == (
+        2,
+        "one kata, or one part of it, is judged at a time; '2' is too much\n",
+    )
     assert desk("kata", "2") == (2, "there is no kata 2: there is only kata 1\n")
     assert desk("hint", "tinny")[0] == 2
     assert desk("reset", "tinny")[0] == 2
