@@ -57,9 +57,8 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
         TypeError: not a Module, or not an Optimizer; names the type.
 
     Details:
-        1. A slice, an expanded or a strided tensor counts as the whole storage behind it, which
-           `resize_(0)` may have emptied.
-        2. Optimizer state may lie deep in lists, tuples and dicts, or subclasses.
+        1. A slice, an expanded or a strided tensor counts as the whole storage behind it.
+        2. Optimizer state may lie deep in lists, tuples and dicts.
         3. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
         4. A tensor on the meta device counts the bytes that it would take elsewhere.
         5. Model, gradients and optimizer stay as they are.
@@ -77,8 +76,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
                   one that somebody keeps, such as an auxiliary loss's
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     what it raises comes through and is not kept, even in a cycle; no hook is left;
-                  backward works, but need not notice changes in place
+        after     what it raises comes through and is not kept; the hooks on saved tensors are those
+                  from before; backward works, but need not notice changes in place
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -91,11 +90,9 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 
     Details:
         1. What was saved for a graph that is gone does not count, even if the tensor lives on.
-        2. A saved input counts.
+        2. A saved input counts. What `forward` packs with hooks of its own need not count.
         3. Once the caller drops the result, its graph is freed without the garbage collector.
-        4. The caller's saved-tensor hooks are in force again afterwards. What `forward` packs with
-           hooks of its own need not count.
-        5. Gradients, modes and the random stream are as `forward` alone leaves them, and no copies
+        4. Gradients, modes and the random stream are as `forward` alone leaves them, and no copies
            are kept.
     """
     raise NotImplementedError
@@ -114,7 +111,7 @@ def peak_memory(
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
         retained  what the step frees is subtracted; a cycle not yet collected is alive
-        after     what it raises comes through and is not kept, even in a cycle; no mode is left
+        after     what it raises comes through and is not kept; no mode is left
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
@@ -125,17 +122,17 @@ def peak_memory(
             the cpu, the baseline.
 
     Raises:
-        other devices, and absent ones.
+        a device that is neither cpu nor cuda (mps, meta), or is not there.
 
     Details:
         1. Every dtype counts, and every operation, under no_grad too. Temporaries inside one
            operation need not count.
-        2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
+        2. An iterator `existing` is emptied, and no tensor is kept: the step can free each. A list
+           would keep them.
         3. The peak is at least the baseline; what an earlier measurement has seen does not count.
-        4. A tensor that an operation makes larger (`resize_`, `out=`), or puts on another storage
-           (`set_`, `torch.load`), counts with its new size.
-        5. `untyped_storage().resize_(0)`, by which FSDP frees parameters, gives back its bytes.
-        6. On cuda the allocator's bytes count, on the cpu tensors'.
+        4. `untyped_storage().resize_(n)`, by which FSDP frees parameters and gathers them, is no
+           operation: the size of the moment counts.
+        5. On cuda the allocator's bytes count, on the cpu tensors'.
     """
     raise NotImplementedError
 
@@ -182,9 +179,9 @@ def training_bytes(
         2. Stage 3 divides frozen weights too.
         3. Results are exact for every count; half a byte is rounded up.
         4. 0 parameters or adapters are fine.
-        5. A number that is not an int (7e9, ranks=2.0, np.int32(7)) raises TypeError.
+        5. A float raises TypeError, even a whole one (7e9).
     """
     raise NotImplementedError
 
 
-# untouched stub eeecd6ccc55a
+# untouched stub bf32ffcd0898

@@ -10,7 +10,7 @@ counts once and in full. Tensors are dense.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
@@ -62,9 +62,8 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
         TypeError: not a Module, or not an Optimizer; names the type.
 
     Details:
-        1. A slice, an expanded or a strided tensor counts as the whole storage behind it, which
-           `resize_(0)` may have emptied.
-        2. Optimizer state may lie deep in lists, tuples and dicts, or subclasses.
+        1. A slice, an expanded or a strided tensor counts as the whole storage behind it.
+        2. Optimizer state may lie deep in lists, tuples and dicts.
         3. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
         4. A tensor on the meta device counts the bytes that it would take elsewhere.
         5. Model, gradients and optimizer stay as they are.
@@ -74,7 +73,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch Optimizer, not {type(optimizer).__name__}")
     parameters = list(model.parameters())
-    state = _tensors(optimizer.state) if optimizer is not None else []
+    state = tree_leaves(optimizer.state) if optimizer is not None else []
     seen: set[int] = set()  # shared by the four kinds: what one kind counted, no other counts
     return StateBytes(
         parameters=_new_bytes(parameters, seen),
@@ -82,16 +81,6 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
         buffers=_new_bytes(model.buffers(), seen),
         optimizer=_new_bytes(state, seen),
     )
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    # tree_leaves asks for the exact type: a dict of a class of one's own would be a leaf to it.
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)
 
 
 def _new_bytes(values: Iterable[object], seen: set[int]) -> int:
@@ -118,8 +107,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
                   one that somebody keeps, such as an auxiliary loss's
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     what it raises comes through and is not kept, even in a cycle; no hook is left;
-                  backward works, but need not notice changes in place
+        after     what it raises comes through and is not kept; the hooks on saved tensors are those
+                  from before; backward works, but need not notice changes in place
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -132,11 +121,9 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 
     Details:
         1. What was saved for a graph that is gone does not count, even if the tensor lives on.
-        2. A saved input counts.
+        2. A saved input counts. What `forward` packs with hooks of its own need not count.
         3. Once the caller drops the result, its graph is freed without the garbage collector.
-        4. The caller's saved-tensor hooks are in force again afterwards. What `forward` packs with
-           hooks of its own need not count.
-        5. Gradients, modes and the random stream are as `forward` alone leaves them, and no copies
+        4. Gradients, modes and the random stream are as `forward` alone leaves them, and no copies
            are kept.
     """
     if not isinstance(model, nn.Module):
@@ -181,7 +168,7 @@ def peak_memory(
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
         retained  what the step frees is subtracted; a cycle not yet collected is alive
-        after     what it raises comes through and is not kept, even in a cycle; no mode is left
+        after     what it raises comes through and is not kept; no mode is left
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
@@ -192,24 +179,19 @@ def peak_memory(
             the cpu, the baseline.
 
     Raises:
-        other devices, and absent ones.
+        a device that is neither cpu nor cuda (mps, meta), or is not there.
 
     Details:
         1. Every dtype counts, and every operation, under no_grad too. Temporaries inside one
            operation need not count.
-        2. An iterator `existing` is emptied, and no tensor is kept: the step can free each.
+        2. An iterator `existing` is emptied, and no tensor is kept: the step can free each. A list
+           would keep them.
         3. The peak is at least the baseline; what an earlier measurement has seen does not count.
-        4. A tensor that an operation makes larger (`resize_`, `out=`), or puts on another storage
-           (`set_`, `torch.load`), counts with its new size.
-        5. `untyped_storage().resize_(0)`, by which FSDP frees parameters, gives back its bytes.
-        6. On cuda the allocator's bytes count, on the cpu tensors'.
+        4. `untyped_storage().resize_(n)`, by which FSDP frees parameters and gathers them, is no
+           operation: the size of the moment counts.
+        5. On cuda the allocator's bytes count, on the cpu tensors'.
     """
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"no device is named {device!r}") from None
-    # A list would keep alive what the step frees; an iterator that is used up lets go of it.
-    existing = iter(existing)
+    device = torch.device(device)
     if device.type == "cpu":
         return _peak_on_cpu(step, existing)
     if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
@@ -267,7 +249,7 @@ class _LiveStorages(TorchDispatchMode):
                 storage = value.untyped_storage()
                 if storage.device.type == "cpu":
                     self.alive[storage._cdata] = storage  # a view's is known already
-        # Each size is read anew: resize_, out= and FSDP change those of storages known already.
+        # Each size is read anew: FSDP changes those of storages known already.
         live = sum(storage.nbytes() for storage in self.alive.values())
         self.peak = max(self.peak, live)
         return live
@@ -315,7 +297,7 @@ def training_bytes(
         2. Stage 3 divides frozen weights too.
         3. Results are exact for every count; half a byte is rounded up.
         4. 0 parameters or adapters are fine.
-        5. A number that is not an int (7e9, ranks=2.0, np.int32(7)) raises TypeError.
+        5. A float raises TypeError, even a whole one (7e9).
     """
     counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}
     if trainable is not None:

@@ -1,6 +1,6 @@
 """Bytes of training state, each compared with a formula."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from kit.laws.checks import check_bar, check_equal, check_raises
+from kit.laws.bars import bar
+from kit.laws.checks import check_raises
 from kit.laws.scenarios import scenarios
 from kit.laws.snapshot import Snapshot
 
@@ -47,7 +48,7 @@ def with_buffers(model=None, **tensors):
     return model
 
 
-KINDS = ("parameter", "gradient", "buffer", "optimizer state", "other model's parameter")
+KINDS = ("parameter", "gradient", "buffer", "optimizer state")
 
 
 def on_one_storage(*kinds):
@@ -56,7 +57,7 @@ def on_one_storage(*kinds):
     Each kind is in a module of its own.
     """
     model = nn.ModuleList(nn.ParameterList([torch.zeros(8).double()]) for _ in kinds)
-    flat, want = torch.zeros(24).double(), [2 * 64, 0, 0, 0, 0]
+    flat, want = torch.zeros(24).double(), [2 * 64, 0, 0, 0]
     optimizer = Optimizer(model.parameters(), {})
     for n, (module, kind) in enumerate(zip(model, kinds, strict=True)):
         part = flat[8 * n :][:8]
@@ -66,12 +67,10 @@ def on_one_storage(*kinds):
             module[0].grad = part
         elif kind == "buffer":
             module.register_buffer("buffer", part.view(torch.int32))
-        elif kind == "optimizer state":
-            optimizer.state[module[0]] = {"moment": part}
         else:
-            optimizer.add_param_group({"params": [nn.Parameter(part)]})
+            optimizer.state[module[0]] = {"moment": part}
     want[min(map(KINDS.index, kinds))] += flat.nbytes
-    return tuple(want[:4]), model, optimizer
+    return tuple(want), model, optimizer
 
 
 class TestPart1StateBytes:
@@ -81,28 +80,22 @@ class TestPart1StateBytes:
         """Adam: two moments for each of 70 parameters, a float32 step counter for each tensor."""
         adam = Adam((model := trained(13, 5)).parameters())
         yield "Adam before its first step", (280, 280, 0, 0), model, adam
-        adam.register_state_dict_post_hook(lambda *_: {"state": {}, "param_groups": []})
         adam.step()
-        yield "Adam after it, unsaved", (280, 280, 0, 2 * 280 + 2 * 4), model, adam
+        yield "Adam after it", (280, 280, 0, 2 * 280 + 2 * 4), model, adam
         both = [*model.parameters(), *trained(4, 2).parameters()]  # a loss has parameters too
         (momentum := SGD(both, 0.1, momentum=0.9)).step()
         yield "momentum of two models", (280, 280, 0, 280 + 40), model, momentum
 
     @pytest.mark.exact("state_bytes", "parameters")
-    @counts("parameters are left out, or those of an earlier call are counted")
+    @counts("parameters are left out, or every element is taken for 4 bytes")
     def test_counts_every_parameter(self):
         deep = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 3)), "head": nn.Linear(3, 1)})
         yield "layers within layers", (4 * (9 + 4), 0, 0, 0), deep
         numbers = {torch.bfloat16: 7, torch.complex64: 5, torch.float64: 3, torch.int8: 11}
         zeros = [nn.Parameter(torch.zeros(n, dtype=t), False) for t, n in numbers.items()]
-        frozen = nn.ParameterList(zeros)
-        frozen.register_state_dict_post_hook(lambda _, state, *more: state.clear())
         want = (2 * 7 + 8 * 5 + 8 * 3 + 11, 0, 0, 0)
-        yield "many dtypes, frozen, and not in the state dict", want, frozen
+        yield "many dtypes, frozen", want, nn.ParameterList(zeros)
         yield "no module inside", (0, 0, 0, 0), nn.Sequential()
-        yield "one layer", (280, 280, 0, 0), (model := trained(13, 5))
-        model.append(with_buffers(trained(5, 2), own=torch.zeros(3)))
-        yield "the same with a layer more, and buffers", (280 + 48, 280 + 48, 12, 0), model
 
     @pytest.mark.exact("state_bytes", "gradients")
     @counts("p.grad is not asked of every parameter")
@@ -137,28 +130,20 @@ class TestPart1StateBytes:
             yield f"one storage: {' and '.join(pair)}", *on_one_storage(*pair)
 
     @pytest.mark.saves("state_bytes", "gradients")
-    def test_shows_what_set_to_none_saves(self, answer, device):
+    @bar("gradients after set_to_none=True", "no gradient, no bytes", "as large as parameters")
+    def test_shows_what_set_to_none_saves(self, device):
         """zero_grad(set_to_none=True) frees P bytes, set_to_none=False none: bar 0 against P."""
-        (model := trained(16, 64, 8).to(device)).zero_grad(set_to_none=False)
-        plain = answer.state_bytes(model).gradients
-        model.zero_grad(set_to_none=True)
-        got, cause = answer.state_bytes(model).gradients, "gradients are as large as parameters"
-        title, formula = "gradients after set_to_none=True", "no gradient, no bytes"
-        check_bar(title, got, 0, plain=plain, formula=formula, cause=cause)
+        (model := trained(16, 64, 8).to(device)).zero_grad(set_to_none=True)
+        return lambda module: module.state_bytes(model).gradients, 0, 4 * (17 * 64 + 65 * 8)
 
     @pytest.mark.survives("state_bytes", 1)
-    @counts("the size is taken from the tensor, or an earlier call, and not from its storage")
+    @counts("the size is taken from the tensor, and not from its storage")
     def test_counts_a_view_as_the_storage_behind_it(self):
         yield "an expanded row", (0, 0, 12, 0), with_buffers(wide=torch.zeros(3, 1).expand(3, 99))
         large, odd = torch.zeros(500), torch.zeros(100).double()
         slices = with_buffers(first=large[:1], second=large[1:3], odd=odd[1::2])
         yield "slices of large tensors", (0, 0, 4 * 500 + 8 * 100, 0), slices
         yield "a slice without elements", (0, 0, 4 * 50, 0), with_buffers(none=torch.zeros(50)[:0])
-        (model := nn.Linear(8, 4)).bias.untyped_storage().resize_(0)
-        yield "a weight, and a bias freed by FSDP", (4 * 8 * 4, 0, 0, 0), model
-        model.weight.untyped_storage().resize_(0)
-        model.weight.grad = torch.zeros(4, 8)
-        yield "the same weight, freed too", (0, 4 * 8 * 4, 0, 0), model
 
     @pytest.mark.survives("state_bytes", 2)
     @counts("what lies deep in the state, or under a key that is no parameter, is not looked at")
@@ -175,12 +160,6 @@ class TestPart1StateBytes:
         optimizer.state["shared"] = torch.zeros(5)
         want = (24, 0, 0, 4 * 9 + 2 * 4 + 13 + 4 * 5)
         yield "an ordered dict, a named tuple, 8-bit codes, no dict", want, model, optimizer
-        own_list = type("OwnList", (list,), {})  # as libraries derive one
-        optimizer = with_state(model, own=Counter(m=own_list([torch.zeros(9)])))
-        yield "subclasses of dict and list", (24, 0, 0, 4 * 9), model, optimizer
-        empty = type("Chain", (SGD,), {"__len__": lambda _: 0})  # could hold optimizers, has none
-        (optimizer := empty(trained(4, 2).parameters(), 0.1, momentum=0.9)).step()
-        yield "an optimizer whose len() is 0", (24, 0, 0, 40), model, optimizer
 
     @pytest.mark.survives("state_bytes", 3)
     @counts("something else than optimizer.state is counted")
@@ -200,22 +179,15 @@ class TestPart1StateBytes:
     def test_changes_nothing(self, answer, device):
         model = trained(13, 5).to(device)
         before = Snapshot(model, optimizer := Adam(model.parameters()))
-        optimizer.state["rates"] = rates = iter([0.1, 0.2])
         answer.state_bytes(model, optimizer)
-        left, cause = [*rates], "whatever can be iterated is looked into"
-        check_equal(left, [0.1, 0.2], "what an iterator in the state still gives", cause=cause)
-        optimizer.state.pop("rates", None)
-        before.check_unchanged(
-            "the count", cause="a step is taken, gradients are cleared, or state is made"
-        )
+        cause = "a step is taken, gradients are cleared, or state is made"
+        before.check_unchanged("the count", cause=cause)
 
     @pytest.mark.survives("state_bytes", "Raises")
     def test_refuses_what_is_no_model_or_optimizer(self, answer):
         """A likeness has all that is read of a model and of an optimizer."""
         model = nn.Linear(2, 2)
-        of_both = {"parameters": model.parameters, "buffers": model.buffers, "state": {}}
-        wraps = {"module": model, "optimizer": Optimizer(model.parameters(), {})}
-        likeness = SimpleNamespace(**of_both, **wraps, param_groups=[])
+        likeness = SimpleNamespace(parameters=list, buffers=list, state={}, param_groups=[])
         for bad in (({},), (likeness,), (model, [1.5]), (model, []), (model, likeness)):
             call, name = partial(answer.state_bytes, *bad), type(bad[-1]).__name__
             check_raises(call, TypeError, mentions=[name], when=f"for a {name}")
