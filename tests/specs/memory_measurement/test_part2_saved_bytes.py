@@ -132,6 +132,10 @@ class TestPart2SavedBytes:
     @gradients("the hooks give back another tensor, or give it back once")
     def test_lets_the_caller_go_backward(self):
         x = torch.tensor([1.0, 4.0, 16.0], requires_grad=True)
+        number = x.detach()
+        z = torch.complex(number, 3 * number)
+        conjugate = lambda: (x * z.conj()).imag + 2 * (x * z).imag  # noqa: E731
+        yield "a lazy conjugate, and what it is of", 3 * number, x, conjugate
         square = torch.arange(9.0).view(3, 3)
         both = lambda: square @ x + square.t() @ x  # noqa: E731
         yield "a square matrix and its transpose", (square + square.t()).sum(0), x, both
@@ -156,6 +160,9 @@ class TestPart2SavedBytes:
         known = {"a hook is left behind": ["inner"], "a hook of the caller's is removed": ["outer"]}
         what, cause = "the caller's hooks that are called afterwards", "; or ".join(known)
         check_equal(packed, ["inner", "outer"], what, cause=cause, suspects=known)
+        inside = lambda: (x.exp(), answer.saved_bytes(x.tanh, model), x.sin())  # noqa: E731
+        got, cause = answer.saved_bytes(inside, model), "a call inside ends the outer count"
+        check_equal(got, 2 * x.nbytes, "bytes around another call", cause=cause)
 
     @pytest.mark.saves("saved_bytes", "held")
     @bar("saved with a checkpoint per block", "5 blocks x one input", "what it drops is counted")
@@ -195,6 +202,7 @@ class TestPart2SavedBytes:
         """exp saves its own result, whose grad_fn holds what it saved: no cycle may come of it."""
         x = leaf(32)
         yield "exp", x.exp
+        yield "exp of complex numbers", leaf(32, dtype=torch.complex64).exp
         yield "square", x.square
         in_place = lambda: (y := torch.ones(32)).add_(y * x)  # noqa: E731
         yield "a residual in place: what was saved has a graph by then", in_place
@@ -204,19 +212,23 @@ class TestPart2SavedBytes:
         model = mlp(4, 3, 2, device=device, activation=nn.Dropout)
         x, kept = torch.ones(5, 4, device=device), []
 
-        def forward():
+        def forward(error):
             kept.append(model(x))
             model(x).sum().backward()
             torch.set_grad_enabled(False)
             model[1].eval()
+            if error:
+                raise error
 
-        def left_by(run):
+        def left_by(run, error):
             draw.seed(5)
             model.train()[0].eval()  # one layer is frozen, the others train
             model.zero_grad()
             model[0].weight.grad = torch.ones_like(model[0].weight)
+            step, alive = lambda: run(partial(forward, error)), None
             with torch.enable_grad():
-                alive = measure(run, device, known=[model, x]).retained
+                with suppress(KeyError):
+                    alive = measure(step, device, known=[model, x]).retained
                 return {
                     "bytes alive while the result is": alive,
                     "grad mode": torch.is_grad_enabled(),
@@ -225,12 +237,14 @@ class TestPart2SavedBytes:
                     "the next random numbers": draw.next_random(device),
                 }
 
-        want, got = left_by(forward), left_by(lambda: answer.saved_bytes(forward, model))
-        draw.seed(5)
-        again = {**want, "the next random numbers": draw.next_random(device)}
-        suspects = {"the random state is put back to where it was before": again}
         cause = "copies are saved, gradients cleared, or a mode or random state is put back"
-        check_equal(got, want, "", cause=cause, suspects=suspects)
+        for error in (None, KeyError):
+            want = left_by(lambda forward: forward(), error)
+            got = left_by(lambda forward: answer.saved_bytes(forward, model), error)
+            draw.seed(5)
+            again = {**want, "the next random numbers": draw.next_random(device)}
+            suspects = {"the random state is put back to where it was before": again}
+            check_equal(got, want, "", cause=cause, suspects=suspects)
 
     @pytest.mark.survives("saved_bytes", "Raises")
     def test_refuses_what_is_no_model(self, answer):

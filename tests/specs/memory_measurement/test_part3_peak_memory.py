@@ -1,5 +1,7 @@
 """Peaks, compared with formulas in multiples of CUDA's 512 bytes, and with the kit's own ruler."""
 
+import gc
+from contextlib import suppress
 from functools import partial, reduce
 
 import pytest
@@ -16,6 +18,8 @@ from kit.laws.toys import Block, mlp
 from kit.memory.ruler import LiveBytes, collector_paused, measure
 
 KIB = 1024
+OWN = {"mutates_args": (), "schema": "(Tensor x) -> Tensor"}
+twice = torch.library.custom_op("memory_katas::twice", lambda x: x * 2, **OWN)
 
 
 def floats(kib, **options):
@@ -146,6 +150,9 @@ class TestPart3PeakMemory:
         once = lambda step: (runs.append(1), step())[1]  # noqa: E731
         check_ending(lambda step: answer.peak_memory(partial(once, step), device), end, x.exp)
         check_equal(len(runs), 1, "calls of step", cause="what failed is tried again")
+        again = answer.peak_memory(lambda: floats(4, device=device), device)
+        cause = "what ended so is still going on for it"
+        check_equal(again.peak - again.baseline, 4 * KIB, "peak of a later step", cause=cause)
 
     @pytest.mark.exact("peak_memory", "step")
     @counts("a warm-up run changes the state, or the result is kept, or gradients are put on")
@@ -207,7 +214,7 @@ class TestPart3PeakMemory:
             check_equal(above, (4 * KIB, 4 * KIB), f"bytes on {form!r}", cause=cause)
 
     @pytest.mark.survives("peak_memory", 1)
-    @counts("results are left out by kind or mode, or are taken for older inputs")
+    @counts("results are left out by kind, mode or after an error, or are taken for older inputs")
     def test_counts_every_kind_of_operation(self):
         kept, x = [], floats(2)
         new = partial(torch.zeros, KIB)
@@ -215,12 +222,22 @@ class TestPart3PeakMemory:
         yield "complex numbers", (0, 8, 8), lambda: kept.append(new(dtype=torch.complex64))
         halves = lambda: kept.append(torch.unbind_copy(x.view(2, -1)))  # noqa: E731
         yield "two results", (2, 2, 2), halves, [x]
+        far, home = torch.ones(KIB, device="meta"), x.device
+        made = lambda: kept.append(torch.empty_like(far, device=home))  # noqa: E731
+        yield "a tensor here, of one elsewhere", (0, 4, 4), made
         yield "a list as a tensor", (0, 4, 4), lambda: kept.append(torch.tensor([1.0] * KIB))
         single = (4 if x.is_cpu else 512) / KIB
         yield "a number", (0, single, single), lambda: kept.append(torch.zeros(()))
         turned = torch.ones(16, 32).t()
         step = torch.inference_mode()(lambda: kept.extend((turned.reshape(-1), x.double())))
         yield "copies under inference_mode, of what might be views", (4, 6, 6), step, [x, turned]
+
+        def goes_on():
+            with suppress(RuntimeError):
+                x @ x[1:]
+            kept.append(twice(x))
+
+        yield "one fails, and the step goes on with one of its own", (2, 2, 2), goes_on, [x]
 
     @pytest.mark.survives("peak_memory", 2)
     @counts("a list or a loop's variable keeps them alive, or the emptying counts as the step")
@@ -229,6 +246,11 @@ class TestPart3PeakMemory:
         finite = (t for t in held[:] if t.mul(2).isfinite().all())
         step = lambda: (held.clear(), floats(8))[0]  # noqa: E731
         yield "8 KiB for 8, and a generator that computes", (8, 0, -8), step, finite
+        held[:] = [cycle := [floats(8)]]
+        cycle.append(cycle)
+        first, collects = iter(cycle[:1]), lambda: (held.clear(), gc.collect())[0]
+        del cycle
+        yield "a cycle that the step collects", (8, 0, -8), collects, first
 
     @pytest.mark.survives("peak_memory", 3)
     @counts("one measurement knows what another has seen, or the peak starts at 0")
