@@ -157,8 +157,8 @@ class TestPart2SavedBytes:
             x.exp()
             with suppress(RuntimeError):  # there are none
                 hooks.__exit__()
-        known = {"a hook is left behind": ["inner"], "a hook of the caller's is removed": ["outer"]}
-        what, cause = "the caller's hooks that are called afterwards", "; or ".join(known)
+        what, known = "hooks of the caller's that are called", {"a hook is left behind": ["inner"]}
+        cause = "hooks are removed that were there before, or come back in another order"
         check_equal(packed, ["inner", "outer"], what, cause=cause, suspects=known)
         inside = lambda: (x.exp(), answer.saved_bytes(x.tanh, model), x.sin())  # noqa: E731
         got, cause = answer.saved_bytes(inside, model), "a call inside ends the outer count"
