@@ -130,9 +130,10 @@ def peak_memory(
         2. An iterator `existing` is emptied, and no tensor is kept: the step can free each. A list
            would keep them.
         3. The peak is at least the baseline; what an earlier measurement has seen does not count.
-        4. `untyped_storage().resize_(n)`, by which FSDP frees parameters and gathers them, is no
+        4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.
+        5. `untyped_storage().resize_(n)`, by which FSDP frees parameters and gathers them, is no
            operation: the size of the moment counts.
-        5. On cuda the allocator's bytes count, on the cpu tensors'.
+        6. On cuda the allocator's bytes count, on the cpu tensors'.
     """
     raise NotImplementedError
 
@@ -184,4 +185,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub bf32ffcd0898
+# untouched stub 44e334bab7e4

@@ -261,6 +261,14 @@ class TestPart3PeakMemory:
         yield "34 of them go, and then 1 comes", (38, 0, -34), swap, kept
 
     @pytest.mark.survives("peak_memory", 4)
+    @counts("a storage's size is not read after every operation")
+    def test_sees_a_tensor_grow(self):
+        column, places = torch.ones(KIB, 1), partial(torch.empty, 0, dtype=torch.int64)
+        most = lambda: (torch.max(column, 1, out=(torch.empty(0), places())), None)[1]  # noqa: E731
+        yield "two filled and gone", (4, 12, 0), most, [column]
+        yield "resized and gone", (0, 8, 0), lambda: torch.empty(0).resize_(2 * KIB)
+
+    @pytest.mark.survives("peak_memory", 5)
     @counts("sizes change between operations: read all of them again, then add up")
     def test_sees_a_storage_emptied(self):
         x, y, new = floats(8), floats(6), []
@@ -278,7 +286,7 @@ class TestPart3PeakMemory:
         yield "an old and a new one gathered when another is freed", (6, 19, 19), step, [x, y]
 
     @pytest.mark.gpu
-    @pytest.mark.survives("peak_memory", 5)
+    @pytest.mark.survives("peak_memory", 6)
     def test_reads_the_allocator(self, answer, device):
         device = torch.device("cuda", torch.cuda.device_count() - 1)  # of several, not the current
         floats(256 * KIB, device=device)  # 256 MiB, freed at once
