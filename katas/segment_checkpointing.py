@@ -31,8 +31,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         kept          until backward the arguments, and nothing computed from them; then one
                       checkpoint's inside at a time
         freed         after backward no tensor is left, without the garbage collector
-        random state  the second run draws what the first drew from torch's default generators; all
-                      else draws as after one run
+        random state  the second run draws what the first drew from torch's default generators; the
+                      stream goes on as after one run
         autocast      in the second run as in the first: on or off, dtype; backward runs in the
                       caller's
         result        what `function` returns: a tensor, a tuple, namedtuple or torch.return_types
@@ -48,26 +48,22 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         args: dense tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: by the call if `function` does it (the
-        change stays), else before a second run. TypeError, naming the type, for a tensor hidden
-        in a given list, tuple or dict.
+        RuntimeError if an argument is changed in place: by the call if `function` does it, else
+        in backward. TypeError, naming the type, for a tensor hidden in a given list, tuple or dict.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros. While it is
            alive, arguments may be kept.
         2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
-           A result may require a gradient that it did not inside.
+           A result may require a gradient that it did not inside. Results that share memory with
+           anything may not be changed in place.
         3. A checkpoint may stand inside the function of another, and lowers the peak there too.
         4. After backward with retain_graph=True, backward works again.
         5. An error in either run comes through; a failed second run leaves the random stream as
            it was.
-        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
-           gradients and no others. Backward under inference_mode is not asked for.
-        7. Tensors in a returned list, tuple or dict: TypeError, or right gradients.
-        8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
-           right gradients.
-        9. A tensor given twice is one tensor in both runs. Results that share memory with
-           anything may not be changed in place.
+        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, tensors in
+           a returned list, tuple or dict: TypeError, or right gradients and no others. Backward
+           under inference_mode is not asked for.
     """
     raise NotImplementedError
 
@@ -79,8 +75,8 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
     """The output of `layers` applied in order to `x`, in checkpointed segments.
 
         sizes      equal, or differing by one
-        last       not checkpointed: backward needs its inside at once
-        runs       each layer once, and once more in backward if checkpointed; once under no_grad
+        runs       each layer once; again in backward, except in the last segment, whose inside is
+                   needed at once
         gradients  those of the plain chain, as in `checkpoint`; `x` need not require one
         peak       one input for each segment, and the largest segment's activations
 
@@ -88,7 +84,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
 
     Args:
         layers: each from a tensor to a tensor, the same under no_grad, without changing its
-            input in place; one may stand twice.
+            input in place; one may stand twice. Only the first may be given integers.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 
@@ -143,8 +139,8 @@ def backward_with_snapshots(
         gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
                       requires one, of `x` and what it was computed from
         runs          layers at most `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
-        random state  layers draw the same from torch's default generators in each run; all else,
-                      hooks in backward too, draws as if each ran once, after an error too
+        random state  layers draw the same from torch's default generators in each run; the stream
+                      goes on as if each ran once, after an error too
         peak          `snapshots` activations, and one layer's forward and backward with its input
         freed         afterwards nothing is left but the loss
 
@@ -163,10 +159,10 @@ def backward_with_snapshots(
         no layers; snapshots below 1.
 
     Details:
-        1. Layers, `loss_fn` and backward run under the caller's autocast.
+        1. Layers and `loss_fn` run under the caller's autocast.
         2. It works for 1,200 layers with as many snapshots.
     """
     raise NotImplementedError
 
 
-# untouched stub 76d5c3b0f79b
+# untouched stub f89253c209ea

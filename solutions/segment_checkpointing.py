@@ -35,8 +35,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         kept          until backward the arguments, and nothing computed from them; then one
                       checkpoint's inside at a time
         freed         after backward no tensor is left, without the garbage collector
-        random state  the second run draws what the first drew from torch's default generators; all
-                      else draws as after one run
+        random state  the second run draws what the first drew from torch's default generators; the
+                      stream goes on as after one run
         autocast      in the second run as in the first: on or off, dtype; backward runs in the
                       caller's
         result        what `function` returns: a tensor, a tuple, namedtuple or torch.return_types
@@ -52,26 +52,22 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         args: dense tensors of any dtype, not made under inference_mode; other things are handed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: by the call if `function` does it (the
-        change stays), else before a second run. TypeError, naming the type, for a tensor hidden
-        in a given list, tuple or dict.
+        RuntimeError if an argument is changed in place: by the call if `function` does it, else
+        in backward. TypeError, naming the type, for a tensor hidden in a given list, tuple or dict.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros. While it is
            alive, arguments may be kept.
         2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
-           A result may require a gradient that it did not inside.
+           A result may require a gradient that it did not inside. Results that share memory with
+           anything may not be changed in place.
         3. A checkpoint may stand inside the function of another, and lowers the peak there too.
         4. After backward with retain_graph=True, backward works again.
         5. An error in either run comes through; a failed second run leaves the random stream as
            it was.
-        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
-           gradients and no others. Backward under inference_mode is not asked for.
-        7. Tensors in a returned list, tuple or dict: TypeError, or right gradients.
-        8. If `function` overwrites what its gradient needs: RuntimeError, as in the plain call, or
-           right gradients.
-        9. A tensor given twice is one tensor in both runs. Results that share memory with
-           anything may not be changed in place.
+        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, tensors in
+           a returned list, tuple or dict: TypeError, or right gradients and no others. Backward
+           under inference_mode is not asked for.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -93,10 +89,7 @@ class _Checkpoint(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         # No graph is built here: inside a Function's forward, gradients are off.
         ctx.set_materialize_grads(False)  # an output that is not used: None, and not zeros
-        # A tensor that is given twice is kept once, and stays one: attention asks if `q is k`.
-        ids = [id(arg) for arg in args]
-        ctx.firsts = [ids.index(each) for each in ids]
-        ctx.places = [n for n in sorted({*ctx.firsts}) if isinstance(args[n], Tensor)]
+        ctx.places = [n for n, arg in enumerate(args) if isinstance(arg, Tensor)]
         tensors = [args[place] for place in ctx.places]
         versions = [tensor._version for tensor in tensors]
         ctx.function, ctx.args = function, [None if isinstance(a, Tensor) else a for a in args]
@@ -123,9 +116,8 @@ class _Checkpoint(torch.autograd.Function):
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             # A leaf of its own: the graph that is built now ends here.
             args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
-        given = [args[first] for first in ctx.firsts]
         with torch.enable_grad(), ctx.random.restored(), ctx.autocast.restored():
-            outputs = ctx.function(*given)
+            outputs = ctx.function(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
             (output, grad)
@@ -205,8 +197,8 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
     """The output of `layers` applied in order to `x`, in checkpointed segments.
 
         sizes      equal, or differing by one
-        last       not checkpointed: backward needs its inside at once
-        runs       each layer once, and once more in backward if checkpointed; once under no_grad
+        runs       each layer once; again in backward, except in the last segment, whose inside is
+                   needed at once
         gradients  those of the plain chain, as in `checkpoint`; `x` need not require one
         peak       one input for each segment, and the largest segment's activations
 
@@ -214,7 +206,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
 
     Args:
         layers: each from a tensor to a tensor, the same under no_grad, without changing its
-            input in place; one may stand twice.
+            input in place; one may stand twice. Only the first may be given integers.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 
@@ -330,8 +322,8 @@ def backward_with_snapshots(
         gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
                       requires one, of `x` and what it was computed from
         runs          layers at most `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
-        random state  layers draw the same from torch's default generators in each run; all else,
-                      hooks in backward too, draws as if each ran once, after an error too
+        random state  layers draw the same from torch's default generators in each run; the stream
+                      goes on as if each ran once, after an error too
         peak          `snapshots` activations, and one layer's forward and backward with its input
         freed         afterwards nothing is left but the loss
 
@@ -350,7 +342,7 @@ def backward_with_snapshots(
         no layers; snapshots below 1.
 
     Details:
-        1. Layers, `loss_fn` and backward run under the caller's autocast.
+        1. Layers and `loss_fn` run under the caller's autocast.
         2. It works for 1,200 layers with as many snapshots.
     """
     _check_schedule(len(layers), snapshots)
@@ -362,15 +354,14 @@ def backward_with_snapshots(
                 if number < len(layers) - 1:  # runs again; the loss and backward go on elsewhere
                     stack.enter_context(kept[-1].random.restored())
                 value = _advance(layers, kept, number, snapshots)
-                trained = value.is_floating_point() or value.is_complex()
-                leaf = value.detach().requires_grad_(trained if number > 0 else x.requires_grad)
+                leaf = value.detach().requires_grad_(number > 0 or x.requires_grad)
                 del value
                 out = layers[number](leaf)
             if number == len(layers) - 1:
                 out = loss_fn(out)
-                loss = out.detach().clone()  # a view of the output would keep all of it
+                loss = out.detach()
                 out.backward()
-            elif grad is not None and out.requires_grad:  # no gradient gets past integers
+            elif grad is not None and out.requires_grad:  # a layer may detach
                 out.backward(grad)
             del out
             grad = leaf.grad

