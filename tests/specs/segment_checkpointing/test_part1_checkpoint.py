@@ -81,8 +81,7 @@ class TestPart1Checkpoint:
         mask = torch.tensor([True, False, True, True, False, True, False])
         mix = lambda a, b, c, d, times: ((a + b)[c] * d).exp() * times  # noqa: E731
         yield "integers, booleans and data", lambda c: c(mix, x, fixed, index, mask, 0.5)
-        required = lambda *args: sum(t.requires_grad for t in args)  # noqa: E731
-        look = lambda *args: args[0].sin() * required(*args)  # noqa: E731
+        look = lambda *args: args[0].sin() * sum(t.requires_grad for t in args)  # noqa: E731
         yield "a function that asks what requires a gradient", lambda c: c(look, x, fixed, mask, x)
         norm = w.probed(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Dropout(0.5).eval())
         yield "batch norm in train mode", lambda c: c(norm, x)
@@ -248,6 +247,8 @@ class TestPart1Checkpoint:
         change = lambda a, b, xs: {"y": model(a.add_(xs[0]) + b)}  # noqa: E731
         with torch.no_grad():
             yield "no_grad, and all that is refused", lambda c: c(change, x * 1, x, [x])["y"]
+            fixed, head = w.data(3, 5), torch.enable_grad()(nn.Linear(5, 5))
+            yield "features for a head", lambda c: head(c(model, fixed))
 
     @pytest.mark.survives("checkpoint", 6)
     @pytest.mark.filterwarnings("ignore:Using backward")

@@ -127,8 +127,7 @@ class TestPart2SecondRun:
             if not sizes:
                 return w.plain(parts, y)
             for start in range(0, len(parts), sizes[0]):
-                inside = parts[start : start + sizes[0]]
-                y = call(partial(nested, call, inside, sizes[1:]), y)
+                y = call(partial(nested, call, parts[start : start + sizes[0]], sizes[1:]), y)
             return y
 
         def peak(call, layers=layers):
@@ -249,6 +248,8 @@ class TestPart2SecondRun:
     def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
         x, runs = draw.randn(5, device=device, requires_grad=True), []
         data, weight = x.detach(), nn.Parameter(x.detach())
+        answer.checkpoint(lambda a, _: a * 2, x, grows := [1])
+        grows.append(data)
         for name, given, *types in (
             ("list", [x], "list"),
             ("list of data", [1, data], "list"),
@@ -258,6 +259,8 @@ class TestPart2SecondRun:
             ("dict", {"x": data}, "dict"),
             ("dict of one's own", type("Batch", (dict,), {})(x=x), "Batch"),
             ("dict in a list", [{1: x}], "list", "dict"),
+            ("list in a dict", {1: [x]}, "list", "dict"),
+            ("list that was given before, without it", grows, "list"),
         ):
             call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)
             when = f"for a tensor in a {name} that is given"
@@ -270,7 +273,7 @@ class TestPart2SecondRun:
 def arguments():
     """One of each kind."""
     x = w.leaf(5) * 1
-    numbers = {"the input": x, "data": w.data(5), "a parameter": nn.Parameter(w.data(5))}
+    numbers = {"the input": x, "data": w.data(5, 2).t()[0], "a parameter": nn.Parameter(w.data(5))}
     return numbers | {"indices": torch.arange(5), "a view of the input": x[1:]}
 
 
