@@ -37,8 +37,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         freed         after backward no tensor is left, without the garbage collector
         random state  the second run draws what the first drew from torch's default generators; the
                       stream goes on as after one run
-        autocast      in the second run as in the first: on or off, dtype; backward runs in the
-                      caller's
+        autocast      in the second run as in the first: off, or on with its dtype; backward runs
+                      in the caller's
         result        what `function` returns: a tensor, a tuple, namedtuple or torch.return_types
                       of tensors and other things; tensors may change in place
         no_grad       under no_grad and inference_mode it is the plain call, whatever the arguments
@@ -206,7 +206,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
 
     Args:
         layers: each from a tensor to a tensor, the same under no_grad, without changing its
-            input in place; one may stand twice. Only the first may be given integers.
+            input in place; one may stand twice. All but the first take floating-point numbers.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 

@@ -20,7 +20,7 @@ RUNS = [(1, 1), (1, 3), (2, 1), (2, 2), *((10, s) for s in (1, 2, 3, 4)), (24, 3
 
 
 def closed_form(layers, snapshots):
-    """r * layers - C(snapshots + r, snapshots + 1), with layers <= C(snapshots + r, r)."""
+    """With s snapshots r * layers - C(s + r, s + 1), r the least with layers <= C(s + r, r)."""
     r = 0
     while math.comb(snapshots + r, r) < layers:
         r += 1
