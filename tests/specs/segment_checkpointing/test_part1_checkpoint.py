@@ -248,7 +248,7 @@ class TestPart1Checkpoint:
         with torch.no_grad():
             yield "no_grad, and all that is refused", lambda c: c(change, x * 1, x, [x])["y"]
             fixed, head = w.data(3, 5), torch.enable_grad()(nn.Linear(5, 5))
-            yield "features for a head", lambda c: head(c(model, fixed))
+            yield "in eval mode, and then a head", lambda c: head(c(model.eval(), fixed))
 
     @pytest.mark.survives("checkpoint", 6)
     @pytest.mark.filterwarnings("ignore:Using backward")
