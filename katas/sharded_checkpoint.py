@@ -56,8 +56,8 @@ def build(
         1. `init` draws from the default generator, which has the same state on every rank; what
            it draws in one process is all that moves the generator; make_optimizer draws nothing.
            `init` knows a module by isinstance(), for fully_shard changes its type().
-        2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
-           it anew, and the last one counts.
+        2. A parameter of two modules in one unit stays tied; each of them sets it anew, and the
+           last one counts.
         3. Train mode and requires_grad stay as make_model has left them. A block inside another
            stands in the model only once.
     """
@@ -79,8 +79,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     Args:
         folder: of all checkpoints of a run; made if missing; anything else in it stays.
         model: sharded over all ranks, which have the same buffers.
-        optimizer: of torch.optim, elementwise (SGD, AdamW); has made a step with every parameter
-            that requires a gradient.
+        optimizer: of torch.optim, elementwise (SGD, AdamW), its settings no tensors; has made a
+            step with every parameter that requires a gradient, and with no others.
         step: of training, from 1.
 
     Raises:
@@ -99,8 +99,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete checkpoint, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: weights, persistent buffers, extra
-                 state, optimizer state and settings, such as learning rates, are as saved
+        goes on  training continues as if it had not stopped: weights, persistent buffers,
+                 optimizer state and settings, such as learning rates, are as saved
         drops    `grad` of all parameters
         memory   as in `save`, new state included; a mapped file counts whole
 
@@ -108,15 +108,15 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved; with any values, and other parameters frozen.
-        optimizer: of the same class and groups; with any settings and state, or none.
+        model: sharded, of the class that was saved, with the same parameters frozen.
+        optimizer: made alike (class, groups, kind of state); with any other settings, and state
+            or none.
 
     Returns:
         the step that was saved.
 
     Raises:
-        no checkpoint; other names, extra state's too; other shapes of weights or buffers (extra
-        state's may differ). Names the folder.
+        no checkpoint; other names or shapes of weights or buffers. Names the folder.
     """
     raise NotImplementedError
 
@@ -127,8 +127,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
-        contents  the state dict of the model without shards, extra state too: ordinary tensors on
-                  the cpu, without padding; a tied one under all its names, with one storage
+        contents  the state dict of the model without shards: ordinary tensors on the cpu, without
+                  padding; a tied one under all its names, with one storage
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter, padded
         whole     the file is complete or not there; one from before stays until then, if the
@@ -144,7 +144,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Load the file of `save_whole`, or of one process, into a sharded model; extra state too.
+    """Load the file of `save_whole`, or of one process, into a sharded model.
 
         in place  the optimizer's parameters are the ones that are set
 
@@ -156,9 +156,9 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         a name that only the file or only the model's state dict has, or a shape that differs, of
-        buffers too (extra state's may); names one of them and the path.
+        buffers too; names one of them and the path.
     """
     raise NotImplementedError
 
 
-# untouched stub 177554858729
+# untouched stub 398e7f8903d5

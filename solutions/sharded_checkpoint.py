@@ -15,7 +15,6 @@ Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpo
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -74,8 +72,8 @@ def build(
         1. `init` draws from the default generator, which has the same state on every rank; what
            it draws in one process is all that moves the generator; make_optimizer draws nothing.
            `init` knows a module by isinstance(), for fully_shard changes its type().
-        2. A parameter tied within a unit, or a tied buffer, stays tied; each of its modules sets
-           it anew, and the last one counts.
+        2. A parameter of two modules in one unit stays tied; each of them sets it anew, and the
+           last one counts.
         3. Train mode and requires_grad stay as make_model has left them. A block inside another
            stands in the model only once.
     """
@@ -94,33 +92,23 @@ def build(
     for module in sorted(model.modules(), key=lambda module: len([*module.modules()])):
         if isinstance(module, block_types) or module is model:
             fully_shard(module, mesh=mesh)
-    metas = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=mesh.device_type)
-    # A buffer that two modules share has got memory for each: both take the first.
-    first: dict[torch.Tensor, torch.Tensor] = {}
-    for path, buffer in model.named_buffers():
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, first.setdefault(metas[path], buffer))
     _together(initialise)
     # Last: the parameters that make_model has made are not the ones that train.
     return model, _together(lambda: make_optimizer(model.parameters()))
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
-    # Under every name: a module may have one parameter under two.
-    shards = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    wholes = {}
+    shards = dict(module.named_parameters(recurse=False))
     for name, shard in shards.items():
         # Whole for as long as `init` runs. Drawing straight into the shards would give every rank
         # the same numbers, and other ones than one process draws.
-        if shard not in wholes:
-            whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
-            wholes[shard] = nn.Parameter(whole, shard.requires_grad)
-        setattr(module, name, wholes[shard])
+        whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+        setattr(module, name, nn.Parameter(whole, shard.requires_grad))
     init(module)
     for name, shard in shards.items():
         assert isinstance(shard, DTensor)
-        mine, whole = shard.to_local(), wholes[shard]
+        mine, whole = shard.to_local(), getattr(module, name)
         rows = -(-len(whole) // shard.device_mesh.size())  # rounded up: the last ranks have fewer
         first = rows * shard.device_mesh.get_local_rank()
         with torch.no_grad():
@@ -143,8 +131,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     Args:
         folder: of all checkpoints of a run; made if missing; anything else in it stays.
         model: sharded over all ranks, which have the same buffers.
-        optimizer: of torch.optim, elementwise (SGD, AdamW); has made a step with every parameter
-            that requires a gradient.
+        optimizer: of torch.optim, elementwise (SGD, AdamW), its settings no tensors; has made a
+            step with every parameter that requires a gradient, and with no others.
         step: of training, from 1.
 
     Raises:
@@ -167,18 +155,17 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 
     _together(check)
     weights, state = _together(lambda: get_state_dict(model, optimizer))
-    packed = _together(lambda: _packed(weights))
     # A folder of its own, in which .metadata is written last: without it, it does not count.
     dcp.save(  # type: ignore[attr-defined]
-        {"model": packed, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
+        {"model": weights, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
     )
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete checkpoint, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: weights, persistent buffers, extra
-                 state, optimizer state and settings, such as learning rates, are as saved
+        goes on  training continues as if it had not stopped: weights, persistent buffers,
+                 optimizer state and settings, such as learning rates, are as saved
         drops    `grad` of all parameters
         memory   as in `save`, new state included; a mapped file counts whole
 
@@ -186,68 +173,42 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved; with any values, and other parameters frozen.
-        optimizer: of the same class and groups; with any settings and state, or none.
+        model: sharded, of the class that was saved, with the same parameters frozen.
+        optimizer: made alike (class, groups, kind of state); with any other settings, and state
+            or none.
 
     Returns:
         the step that was saved.
 
     Raises:
-        no checkpoint; other names, extra state's too; other shapes of weights or buffers (extra
-        state's may differ). Names the folder.
+        no checkpoint; other names or shapes of weights or buffers. Names the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:
         newest = _newest(folder)
         if newest is None:
             raise ValueError(f"no checkpoint in {folder}")
-        saved = FileSystemReader(newest).read_metadata().state_dict_metadata
-        weights = {name: entry for name, entry in saved.items() if name.startswith("model.")}
-        there = {n.removeprefix("model."): getattr(e, "size", None) for n, e in weights.items()}
+        saved: dict[str, Any] = FileSystemReader(newest).read_metadata().state_dict_metadata
+        weights = [name for name in saved if name.startswith("model.")]
+        there = {name.removeprefix("model."): saved[name].size for name in weights}
         _check_same_shapes(newest, there, _shapes(model.state_dict()))
         return newest, saved
 
     newest, saved = _together(find)
     # What the optimizer's groups lack, such as a scheduler's settings, needs a place to be read to.
-    for name, entry in saved.items():
+    for name in saved:
         if name.startswith("optimizer.param_groups."):
             number, key = name.split(".", 3)[2:]
-            group = optimizer.param_groups[int(number)]
-            old = group.setdefault(key, None)
-            size = getattr(entry, "size", None)
-            if size is not None:  # a setting that is a tensor
-                # A place of its own: groups that were given no rate share the default's tensor.
-                where = getattr(old, "device", None)
-                group[key] = torch.empty(size, dtype=entry.properties.dtype, device=where)
-    # The optimizer's state is made anew, to be read to: not with gradients around, and not where
-    # there is some, such as that of a parameter that was frozen when the checkpoint was saved.
+            optimizer.param_groups[int(number)].setdefault(key, None)
+    # The optimizer's state is made anew, to be read to, and not with gradients around.
     model.zero_grad()
     optimizer.state.clear()
-    # torch makes none for what is frozen, which may have trained before.
-    names = {key.rpartition(".")[0] for key in saved}
-    fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    frozen = [p for name, p in fixed if f"optimizer.state.{name}" in names]
-    for p in frozen:
-        p.requires_grad_(True)
     weights, state = get_state_dict(model, optimizer)
-    for p in frozen:
-        p.requires_grad_(False)
-    kept: dict[torch.Tensor, Any] = {p: optimizer.state[p] for p in frozen}
-    planner = DefaultLoadPlanner(allow_partial_load=True)  # what was frozen had no state
-    packed: dict[str, Any] = {n: b"" if _is_extra(n) else value for n, value in weights.items()}
     dcp.load(  # type: ignore[attr-defined]
-        {"model": packed, "optimizer": state}, checkpoint_id=newest, planner=planner
-    )
-    # Together: a rank may lack a class of extra state, or a module refuse it on one rank alone.
-    weights = _together(
-        lambda: {n: pickle.loads(value) if _is_extra(n) else value for n, value in packed.items()}
+        {"model": weights, "optimizer": state}, checkpoint_id=newest
     )
     states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": state}
     _together(lambda: set_state_dict(model, optimizer, **states))
-    optimizer.state.update(kept)  # it was read to, and torch has left it out here too
-    for name, p in model.named_parameters():
-        if f"optimizer.state.{name}" not in names:
-            optimizer.state.pop(p, None)  # torch has made it, for what had none
     return int(newest.name)
 
 
@@ -257,21 +218,12 @@ def _newest(folder: str | os.PathLike[str]) -> Path | None:
     return max(done, key=lambda path: int(path.name), default=None)
 
 
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == "_extra_state"
-
-
-def _packed(state: dict[str, Any]) -> dict[str, Any]:
-    """Extra state is a module's own affair: as bytes it may be of any kind, and of any size."""
-    return {n: pickle.dumps(value) if _is_extra(n) else value for n, value in state.items()}
-
-
 def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    return {n: None if _is_extra(n) else value.shape for n, value in state.items()}
+    return {name: value.shape for name, value in state.items()}
 
 
 def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]) -> None:
-    if other := sorted(n for n in {*there, *here} if there.get(n, "") != here.get(n, "")):
+    if other := sorted(n for n in {*there, *here} if there.get(n) != here.get(n)):
         raise ValueError(f"{path} is of another model, first in {other[0]}")
 
 
@@ -297,8 +249,8 @@ def _together(action: Callable[[], _T]) -> _T:
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
-        contents  the state dict of the model without shards, extra state too: ordinary tensors on
-                  the cpu, without padding; a tied one under all its names, with one storage
+        contents  the state dict of the model without shards: ordinary tensors on the cpu, without
+                  padding; a tied one under all its names, with one storage
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter, padded
         whole     the file is complete or not there; one from before stays until then, if the
@@ -310,7 +262,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         path: of the file.
         model: sharded.
     """
-    _together(model.state_dict)  # extra state, and hooks, may fail on one rank alone
+    _together(model.state_dict)  # its hooks may fail on one rank alone
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     # It gathers one parameter after another, so every rank takes part; only rank 0 gets the result.
     weights = get_model_state_dict(model, options=options)
@@ -321,11 +273,10 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
             # well: a copy of each without, and one for all names of a tied weight.
             copies: dict[Any, Any] = {}
             for name, value in model.state_dict(keep_vars=True).items():
-                whole: Any = weights[name]
-                if isinstance(whole, torch.Tensor):
-                    if value not in copies:
-                        copies[value] = whole.clone()
-                    weights[name] = copies[value]
+                if value not in copies:
+                    whole: Any = weights[name]
+                    copies[value] = whole.clone()
+                weights[name] = copies[value]
             partial = Path(f"{os.fspath(path)}.partial")
             torch.save(weights, partial)
             os.replace(partial, path)
@@ -334,7 +285,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Load the file of `save_whole`, or of one process, into a sharded model; extra state too.
+    """Load the file of `save_whole`, or of one process, into a sharded model.
 
         in place  the optimizer's parameters are the ones that are set
 
@@ -346,7 +297,7 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         a name that only the file or only the model's state dict has, or a shape that differs, of
-        buffers too (extra state's may); names one of them and the path.
+        buffers too; names one of them and the path.
     """
 
     def read() -> dict[str, Any]:

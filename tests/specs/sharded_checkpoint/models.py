@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +17,7 @@ from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import Outer, Twice
 from kit.ranks.shards import full, mesh, named, weights
-from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model, data, freeze
+from kit.ranks.toys import FEATURES, OUTPUTS, Block, Model, data, freeze
 
 SETTINGS = "settings of groups"
 BLOCK_TYPES = (Block, Outer, nn.Sequential, Twice)  # the last one is a whole model
@@ -53,114 +50,28 @@ class Tiny(nn.Module):
         return self.model(self.blocks[0](inputs).double())
 
 
-class Stubborn(Tiny):
-    """Its extra state cannot be asked for, set, or moved by pickle: whichever `fails`."""
-
-    fails = ""
-    extra: object = 1.0
-
-    def get_extra_state(self) -> object:
-        assert self.fails != "get"
-        return self.extra
-
-    def set_extra_state(self, state: object) -> None:
-        assert self.fails != "set"
-
-
-class Picky:
-    """An extra state of its own class, which a rank may lack."""
-
-    def __reduce__(self) -> Any:
-        assert Stubborn.fails != "pickle"
-        return Picky.unpickled, ()
-
-    @staticmethod
-    def unpickled() -> Picky:
-        assert Stubborn.fails != "unpickle"
-        return Picky()
-
-
-class Extra(nn.Module):
-    """Its extra state, given as a copy, is None at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: object = None
-
-    def get_extra_state(self) -> object:
-        return copy.deepcopy(self.found)
-
-    def set_extra_state(self, state: object) -> None:
-        self.found = state
-
-
-class Rich(Model, Extra):
-    """A tied weight, one of one row, buffers of all kinds, and extra state.
-
-    One buffer is tied: where training counts in it under one name, a block finds the sum.
-    """
+class Rich(Model):
+    """A tied weight, one of one row, and buffers of all kinds, in one of which training counts."""
 
     def __init__(self) -> None:
         super().__init__(blocks=1, tied=True)
         self.scale = torch.full((OUTPUTS,), 2.0)
         self.gain = nn.Parameter(torch.ones(1))  # only rank 0 has a row of it
         self.register_buffer("seen", torch.tensor(2**40 + 1))
-        self.blocks[0].register_buffer("seen", self.seen)
-        self.register_buffer("turned", torch.tensor([[1e-60, 2], [3, 4]], dtype=torch.float64).T)
         self.register_buffer("mask", torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))
-        self.register_buffer("table", torch.tensor([[0.5 + 2j, 3j]]).expand(3, 2).clone())
+        self.register_buffer("table", torch.tensor([[0.5 + 2j, 3j]]))
         self.register_buffer("cache", torch.ones(2), persistent=False)
-        self.register_buffer("empty", torch.ones(0))  # two of them have one address: none
-        self.register_buffer("no_rows", torch.ones(0, 5))
-        self.blank, self.note, self.counts = Extra(), Extra(), Extra()
-        self.noted = self.note  # under two names
-        self.note.found, self.counts.found = "version 3", torch.tensor([3, 4])
-        self.found = torch.tensor([3.0, 2.0, 1.0])
         self.blocks[0].eval()  # no call may change a mode, whichever it is
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.seen += torch.is_grad_enabled()
-        return super().forward(inputs) * self.gain + 0.1 * (self.blocks[0].seen - 2**40)
-
-
-class Inside(nn.Module):
-    """A model as wrappers have it: all names begin with "module."."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.module(inputs)
-
-
-class Named(Rich):
-    """More weights: a name ends as extra state's, two stand before underscores, one has a slash.
-
-    And one has an underscore where that of another weight has a dot. A hook leaves a buffer out of
-    the state dict, and another puts it back for loading.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.no_extra_state = nn.Parameter(torch.ones(5))
-        self.A_log = nn.Parameter(torch.full((1,), 2.0))  # with the same rows on rank 1: none
-        self.D = nn.Parameter(torch.full((1,), 3.0))  # and of the same shape
-        self.embed_bias = nn.Parameter(torch.full((WIDTH,), 4.0))
-        self.heads = nn.ParameterDict({"en/de": torch.arange(30.0).view(5, 3, 2)})
-        self.register_buffer("derived", torch.ones(3))
-        self.register_state_dict_post_hook(
-            lambda self, state, prefix, *_: operator.delitem(state, f"{prefix}derived")
-        )
-        self.register_load_state_dict_pre_hook(
-            lambda self, state, prefix, *_: state.setdefault(f"{prefix}derived", self.derived)
-        )
+        return super().forward(inputs) * self.gain + 0.1 * (self.seen - 2**40)
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """As `build` shards it, with the values that it has; it computes in this dtype."""
     policy = MixedPrecisionPolicy(param_dtype=dtype)
-    model._apply(functools.cache(lambda t: t.to(device())))  # to() would cut the tie of a buffer
+    model.to(device())
     for module in reversed([*model.modules()]):
         if isinstance(module, BLOCK_TYPES) or module is model:
             # What has been evaluated: a thin block is given back, other units stay gathered.
@@ -178,25 +89,12 @@ def momentum(parameters: Iterable[nn.Parameter], lr: float = 0.02) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-def nadam(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """Its rate is a tensor, and of two numbers of its state one is no step."""
-    return torch.optim.NAdam(parameters, torch.tensor(lr), weight_decay=0.1)
-
-
-def in_groups(
-    parameters: Iterable[nn.Parameter], kind: Any, lr: float, is_new: bool = False
-) -> Optimizer:
-    """Two groups of parameters, and one of none; that of vectors has an own rate, a number.
-
-    They alone have amsgrad: more state with Adam, and with others a setting that nobody knows.
-    What is new has the same rate in the group of none as in the first, even the same tensor.
-    """
+def in_groups(parameters: Iterable[nn.Parameter], kind: Any, lr: float) -> Optimizer:
+    """Two groups of parameters; that of vectors has an own rate."""
     every = [*parameters]
-    vectors = [p for p in every if p.ndim == 1]
     optimizer: Optimizer = kind([p for p in every if p.ndim > 1], lr=lr)
-    optimizer.add_param_group({"params": vectors, "lr": lr / 2, "amsgrad": True})
-    rate = optimizer.param_groups[0]["lr"]
-    optimizer.add_param_group({"params": [], "lr": rate if is_new else rate / 4})
+    vectors = [p for p in every if p.ndim == 1]
+    optimizer.add_param_group({"params": vectors, "lr": lr / 2})
     return optimizer
 
 
@@ -227,12 +125,10 @@ def trained(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def small(
-    seed: int = 4, dtype: torch.dtype | None = None, kind: type[Tiny] = Tiny
-) -> tuple[nn.Module, Optimizer]:
+def small(seed: int = 4) -> tuple[nn.Module, Optimizer]:
     """A tiny model that has been trained, by the same step whatever its seed."""
     draw.seed(seed)
-    model, optimizer = trained(kind().to(dtype))
+    model, optimizer = trained(Tiny())
     for held in optimizer.state.values():
         held["step"] += 256  # 257 is no number of bfloat16
     return model, optimizer
@@ -260,18 +156,17 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {**weights(model), **full(held), SETTINGS: groups}
 
 
-def tied(seed: int = 4, kind: type[Rich] = Named) -> Model:
+def tied(seed: int = 4) -> Model:
     draw.seed(seed)
-    return freeze(kind(), ["blocks.0.up", "head.bias"])
+    return freeze(Rich(), ["blocks.0.up", "head.bias"])
 
 
-def other(model: Model) -> Model:
-    """With other modes, other buffers and another extra state than those of `tied`."""
+def other() -> Model:
+    """With other weights, modes and buffers than those of `tied`."""
+    model = tied(seed=9)
     model.eval().blocks.train()
     for buffer in model.buffers():
         buffer.fill_(7)
-    model.blank.found = model.note.found = "of before"
-    model.found, model.counts.found = torch.zeros(5), {"of": "before"}
     return model
 
 

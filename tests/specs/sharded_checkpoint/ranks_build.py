@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +22,45 @@ from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum, of_all
 from specs.sharded_checkpoint.ranks import error_of
 
 
-def ties(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, and of each memory of buffers, that has more than one."""
-    groups: dict[tuple[str, int], list[str]] = {}
+def _ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has more than one."""
+    groups: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(("parameter", id(p)), []).append(name)
-    for name, b in model.named_buffers(remove_duplicate=False):
-        groups.setdefault(("buffer", b.untyped_storage().data_ptr()), []).append(name)
+        groups.setdefault(p, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
+
+
+def _modes(model: nn.Module) -> dict[str, bool]:
+    modes = {f"mode of {name}": module.training for name, module in model.named_modules()}
+    frozen = {f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()}
+    return modes | frozen
+
+
+def _held(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of what the optimizer has."""
+    names = {p: name for name, p in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return sorted(names.get(p, "one that is not in the model") for p in held)
+
+
+VALUES, TIES, MODES = "values", "ties", "train mode and requires_grad"
+HELD, STREAM = "parameters of the optimizer", "the next random number"
+FACTS: dict[str, Callable[[Any, Any], Any]] = {
+    VALUES: lambda model, optimizer: values(model),
+    TIES: lambda model, optimizer: _ties(model),
+    MODES: lambda model, optimizer: _modes(model),
+    HELD: _held,
+    STREAM: lambda model, optimizer: draw.next_random(torch.device("cpu"), 1).item(),
+}
+CAUSES = {
+    VALUES: "init runs in another order, twice, on what lacks something, or on shards; or what it "
+    "draws from has been seeded anew, or has another dtype",
+    TIES: "to_empty(), or a new parameter, has cut the tie",
+    MODES: "build has called train() or eval(), or has made parameters that require gradients",
+    HELD: "it was made from parameters that were replaced afterwards; or a frozen one, which may "
+    "be thawed later, is left out; or a tied one is there twice",
+    STREAM: "numbers are drawn that one process does not draw, or ranks are seeded apart",
+}
 
 
 def built(answer: Any, kind: str) -> Any:
@@ -37,32 +69,22 @@ def built(answer: Any, kind: str) -> Any:
     return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, momentum)
 
 
-def built_has(answer: Any, rank: int, what: str, cause: str, kinds: Any = (*UNTIED,)) -> None:
+def built_has(answer: Any, rank: int, *facts: str, kinds: Any = UNTIED) -> None:
     """Fail unless what was built has that of one process."""
-    for kind in kinds:
-        model = built(answer, kind)[0]
+    for what, kind in itertools.product(facts, kinds):
+        model, optimizer = built(answer, kind)
         on_meta = [name for name, v in model.state_dict().items() if v.is_meta]
         unfinished = "to_empty() has not been called, or not on all that is on meta"
         check_equal(on_meta, [], f"tensors on meta of the model {kind}", cause=unfinished)
-        got, want = FACTS[what](model), FACTS[what](alone(kind))
-        is_wrong = what == "values" and any(of_all(not same(got, want)))
-        suspects = guesses(kind, want, got) if is_wrong else {}
+        got, one = FACTS[what](model, optimizer), alone(kind)
+        want = FACTS[what](one, momentum(one.parameters()))
+        is_wrong = what == VALUES and any(of_all(not same(got, want)))
+        suspects = guesses(kind, want) if is_wrong else {}
         if what == STREAM and got != want:
             begin()
-            suspects = {"the generator is put back to where it was before": FACTS[what](model)}
-        check_equal(got, want, f"{what} of the model {kind}", cause=cause, suspects=suspects)
-
-
-STREAM = "the next random number"
-FACTS: dict[str, Callable[[Any], Any]] = {
-    "values": values,
-    "ties": ties,
-    "train mode and requires_grad": lambda m: (
-        {f"mode of {name}": module.training for name, module in m.named_modules()}
-        | {f"requires_grad of {name}": p.requires_grad for name, p in m.named_parameters()}
-    ),
-    STREAM: lambda m: draw.next_random(torch.device("cpu"), 1).item(),
-}
+            before = FACTS[STREAM](model, optimizer)
+            suspects = {"the generator is put back to where it was before": before}
+        check_equal(got, want, f"{what} of the model {kind}", cause=CAUSES[what], suspects=suspects)
 
 
 def built_units(answer: Any, rank: int) -> None:
@@ -75,21 +97,6 @@ def built_units(answer: Any, rank: int) -> None:
         cause = "a block is no unit of its own, or what is no block is one, or the model is none"
         what = f"units of the model {kind}, ranks: {mesh().size()}"
         check_equal(got, want, what, cause=cause)
-
-
-def built_optimizer(answer: Any, rank: int, kinds: Any = (*UNTIED,)) -> None:
-    """It has each parameter of the model, and each once."""
-    for kind in kinds:
-        model, optimizer = built(answer, kind)
-        names = {p: name for name, p in model.named_parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        got = sorted(names.get(p, "one that is not in the model") for p in held)
-        cause = (
-            "it was made from parameters that were replaced afterwards; or a frozen one, which may "
-            "be thawed later, is left out; or a tied one is there twice"
-        )
-        what = f"parameters of the optimizer of the model {kind}"
-        check_equal(got, sorted(names.values()), what, cause=cause)
 
 
 def built_once(answer: Any, rank: int) -> None:
@@ -112,14 +119,8 @@ def built_once(answer: Any, rank: int) -> None:
 
 
 def built_with_ties(answer: Any, rank: int) -> None:
-    """What is one parameter, or one buffer, is still one; all else is as without ties."""
-    cause = "to_empty(), or a new parameter, has cut the tie"
-    built_has(answer, rank, "ties", cause, (*MODELS,))
-    cause = "the tie is cut while `init` runs, which then draws for each name of it; or a "
-    cause += "module of the two is left out"
-    for what in ("values", STREAM):
-        built_has(answer, rank, what, cause, ("tied",))
-    built_optimizer(answer, rank, ("tied",))
+    """What is one parameter is still one; all else is as without ties."""
+    built_has(answer, rank, TIES, VALUES, STREAM, HELD, kinds=["tied"])
 
 
 def build_fails_on_one(answer: Any, rank: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from kit.laws.checks import check_bar
+from kit.laws.scenarios import once
 from kit.memory.ruler import measure
 from kit.ranks.shapes import Deep
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
@@ -33,9 +34,7 @@ class TestPart1Build:
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_has_the_values_of_one_process(self, answer, world):
         """To the bit: the numbers that one process draws, module by module, in its order."""
-        cause = "init runs in another order, twice, on what lacks something, or on shards; or "
-        cause += "what it draws from has been seeded anew, or has another dtype"
-        world.run(answer, ranks_build.built_has, "values", cause)
+        world.run(answer, ranks_build.built_has, ranks_build.VALUES)
 
     @pytest.mark.exact("build", "units")
     def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, worlds):
@@ -45,7 +44,7 @@ class TestPart1Build:
 
     @pytest.mark.exact("build", "optimizer")
     def test_the_optimizer_has_each_shard_once(self, answer, world):
-        world.run(answer, ranks_build.built_optimizer)
+        world.run(answer, ranks_build.built_has, ranks_build.HELD)
 
     @pytest.mark.exact("build", "make_model")
     def test_makes_the_model_once_under_meta(self, answer, world):
@@ -72,7 +71,7 @@ class TestPart1Build:
             peak(answer),
             shard_bytes(parameters, 8) + buffers + sum(largest),
             plain=shard_bytes(parameters, 1) + buffers,
-            reference=peak(reference),
+            reference=once("reference", lambda: peak(reference)),
             formula="shards + buffers + two blocks",
             cause="the whole model is there before it is sharded, or all of it is initialised "
             "at once; or blocks stay whole while those inside of them are made; or something, "
@@ -81,8 +80,7 @@ class TestPart1Build:
 
     @pytest.mark.survives("build", 1)
     def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
-        cause = "numbers are drawn that one process does not draw, or ranks are seeded apart"
-        world.run(answer, ranks_build.built_has, ranks_build.STREAM, cause)
+        world.run(answer, ranks_build.built_has, ranks_build.STREAM)
 
     @pytest.mark.survives("build", "together")
     def test_every_rank_raises_where_one_cannot_build(self, answer, world):
@@ -96,6 +94,4 @@ class TestPart1Build:
 
     @pytest.mark.survives("build", 3)
     def test_train_mode_and_what_is_frozen_stay(self, answer, world):
-        cause = "build has called train() or eval(), or has made parameters that require gradients"
-        what = "train mode and requires_grad"
-        world.run(answer, ranks_build.built_has, what, cause)
+        world.run(answer, ranks_build.built_has, ranks_build.MODES)
