@@ -174,8 +174,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     Args:
         folder: as in `save`.
         model: sharded, of the class that was saved, with the same parameters frozen.
-        optimizer: made alike (class, groups, kind of state); with any other settings, and state
-            or none.
+        optimizer: made alike (class, groups, kind of state); with other values of its settings,
+            and with state or none.
 
     Returns:
         the step that was saved.
@@ -250,7 +250,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
         contents  the state dict of the model without shards: ordinary tensors on the cpu, without
-                  padding; a tied one under all its names, with one storage
+                  padding; a tied weight under all its names, with one storage
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter, padded
         whole     the file is complete or not there; one from before stays until then, if the

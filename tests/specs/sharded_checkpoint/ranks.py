@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +22,7 @@ from kit.memory.ruler import measure
 from kit.ranks.disk import no_room
 from kit.ranks.rank import device
 from kit.ranks.shards import check_untouched, local_state, named
-from kit.ranks.toys import make
+from kit.ranks.toys import OUTPUTS, WIDTH, make
 from specs.sharded_checkpoint.models import (
     SETTINGS,
     Tiny,
@@ -40,6 +43,7 @@ WIDE = 48  # rounding to 512 bytes is little of it
 LARGE = 400  # what a process takes besides, some MiB, is little of it
 TRAINED, NEW = "trained", "new"  # what a checkpoint is loaded into
 MANY = 5  # blocks, of which half are more than three times the largest parameter
+ASIDE = "5000000"  # a step above all others
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
@@ -124,17 +128,25 @@ def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
         refuses(answer.load, path, *trained(make()), [path], "the folder has no checkpoint")
     run = folder / "run"
     answer.save(run, *trained(make()), 1)
-    turned, one_row = "a weight turned around", "a buffer of one row, which the saved number fills"
-    more, less = "a buffer more", "a buffer less"
-    others = {what: make() for what in (turned, one_row, more, less)}
-    head = others[turned].head
-    head.weight = nn.Parameter(torch.ones(head.weight.shape[::-1]))
-    others[one_row].scale = torch.ones(1)
-    others[more].register_buffer("more", torch.ones(2))
-    del others[less].scale
-    for what, changed in {"one block less": make(blocks=0), **others}.items():
-        optimizer = adamw(sharded(changed).parameters())
-        refuses(answer.load, run, changed, optimizer, [run], f"the model has {what}")
+    changes: dict[str, Callable[[Any], object]] = {
+        "one block less": lambda model: model.blocks.pop(0),
+        "a weight turned around": lambda model: setattr(
+            model.head, "weight", nn.Parameter(torch.ones(WIDTH, OUTPUTS))
+        ),
+        "a buffer of one row, which the saved number fills": lambda model: setattr(
+            model, "scale", torch.ones(1)
+        ),
+        "a buffer more": lambda model: model.register_buffer("more", torch.ones(2)),
+        "a buffer less": lambda model: delattr(model, "scale"),
+    }
+    for what, change in changes.items():
+        model = make()
+        change(model)
+        optimizer = adamw(sharded(model).parameters())
+        refuses(answer.load, run, model, optimizer, [run], f"the model has {what}")
+    path, what = folder / "wrapped", 'the checkpoint has "module." before each name'
+    answer.save(path, *trained(nn.Sequential(OrderedDict(module=make()))), 1)
+    refuses(answer.load, path, *trained(make()), [path], what)
 
 
 def refuses(
@@ -178,6 +190,92 @@ def loaded(answer: Any, folder: Path, model: nn.Module, optimizer: Optimizer) ->
     slips = (AttributeError, NameError, TypeError)
     error = error_of(lambda: got.append(answer.load(folder, model, optimizer)), *slips)
     return got[0] if got else error
+
+
+def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
+    """Weights, gradients and optimizer state, where the model has been evaluated."""
+    model, optimizer = small()
+    before = local_state(model, optimizer)
+    evaluate(model)
+    answer.save(folder, model, optimizer, 1)
+    cause = "whoever saves a checkpoint goes on training with what is there"
+    check_untouched(before, model, optimizer, call="save", cause=cause)
+
+
+def step_rules(answer: Any, rank: int, folder: Path) -> None:
+    """Steps that are refused, before and after checkpoints; then the newest is loaded.
+
+    After step 10 somebody has set a copy aside, under another name.
+    """
+    model, optimizer = small()
+
+    def refuse(number: int, newest: int) -> None:
+        before = _files(folder)
+        dist.barrier()  # nobody looks while another one saves
+        save = lambda: answer.save(folder, model, optimizer, number)  # noqa: E731
+        cause = f"step {number} is not compared with {newest + 1} as a number, or not at all"
+        check_raises(save, ValueError, mentions=[number], when=f"for step {number}", cause=cause)
+        cause = "the folder is written to before the step is checked"
+        check_equal(_files(folder), before, "files in the folder", cause=cause, clause=ERRORS)
+        dist.barrier()
+
+    refuse(0, 0)
+    refuse(-1, 0)
+    for number in (2, 10, 999_999, 1_000_000):
+        answer.save(folder, model, optimizer, number)
+        on_rank_0(lambda: _turn_times(folder))
+        if number == 10:
+            on_rank_0(lambda: _set_aside(folder))
+        if number in (10, 1_000_000):
+            cause = "as texts 2 comes after 10, a million has 7 digits; or times are compared, and "
+            cause += "a copy has others"
+            got = loaded(answer, folder, model, optimizer)
+            if ASIDE in str(got):
+                cause = "a name counts that only looks like a checkpoint's, or lies deeper"
+            check_equal(got, number, "step of the newest checkpoint", cause=cause)
+            dist.barrier()
+        for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
+            refuse(old, number)
+
+
+def _set_aside(folder: Path) -> None:
+    """Copies of what has 10 in its name: under a name that looks like a later checkpoint's, and
+    under such a name itself, but in a folder inside.
+    """
+    (old := folder / "old").mkdir()
+    for path in [*folder.glob("*10*")]:
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, folder / path.name.replace("10", f"{ASIDE}-mine"))
+        copy(path, old / path.name.replace("10", ASIDE))
+
+
+def _turn_times(folder: Path) -> None:
+    """As a copy may have it: what was written first has the latest time."""
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    last = max(times.values())
+    for path, time in times.items():
+        os.utime(path, ns=(last, 2 * last - time - last // 1000))
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "a folder"
+        for path in folder.parent.rglob("*")
+    }
+
+
+def save_often(answer: Any, rank: int, folder: Path) -> None:
+    """Checkpoints 1 to 6, with an optimizer that has no state; the bytes after each."""
+    model, found = small()[0], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(1, 7):
+        answer.save(str(folder / "made"), model, optimizer, number)
+        dist.barrier()
+        found.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        dist.barrier()
+    cause = "a checkpoint is written over one from before, or takes it away"
+    kept = found[0] > 0 and found[-1] > 5.4 * found[0]
+    check_equal(kept, True, "whether six checkpoints take six times the bytes", cause=cause)
 
 
 def fails_on_one(answer: Any, rank: int, name: str, folder: Path, bad_rank: int, bad: str) -> str:
@@ -243,6 +341,9 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | No
     model = make(WIDE, MANY) if name == "save_whole" else make(LARGE, 3)
     for number in range(5 if name == "save_whole" else 0):  # rank 0 alone needs a copy
         model.register_buffer(f"more{number}", torch.zeros_like(model.blocks[0].up.weight))
+        model.blocks[number].again = model.blocks[number].up  # tied: a second name for each weight
+    if name == "save_whole":  # several in one module
+        model.own = nn.ParameterList(torch.zeros_like(model.blocks[0].up.weight) for _ in range(4))
     model, optimizer = trained(model)
     optimizer.zero_grad()
     call = {

@@ -1,25 +1,119 @@
-"""What runs on every rank: programs for the specs of build."""
+"""What runs on every rank for the specs of build, what it should give, and what mistakes give."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from kit.laws import draw
 from kit.laws.checks import check_equal
 from kit.laws.equal import same
-from kit.ranks.shards import mesh
-from kit.ranks.toys import Block, Model
-from specs.sharded_checkpoint.built import MODELS, UNTIED, alone, begin, guesses, init, values
-from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum, of_all
+from kit.ranks.rank import device
+from kit.ranks.shapes import Deep, Outer, Twice
+from kit.ranks.shards import full, mesh, weights
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model
+from specs.sharded_checkpoint.models import BLOCK_TYPES, Thin, momentum, of_all, sharded
 from specs.sharded_checkpoint.ranks import error_of
+
+
+class Tricky(nn.Module):
+    """Blocks in blocks, one of a subclass; frozen parameters, two precisions, both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(1))  # one row: only rank 0 has it
+        self.register_buffer("scale", torch.ones(7, 1))
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(OUTPUTS), persistent=False)
+        self.register_buffer("unused", None)
+        self.sum = nn.Conv1d(OUTPUTS, 1, 2)  # of it only rank 0 has rows
+        self.head = nn.Linear(WIDTH, OUTPUTS)
+        self.head.bias.requires_grad_(False)
+        self.outer = nn.Sequential(Outer(WIDTH).requires_grad_(False), Deep(WIDTH))
+        self.pruned = nn.Sequential()  # a block without parameters
+        self.spare = Thin().to(torch.bfloat16)
+        self.embed = nn.Linear(FEATURES, WIDTH)
+        self.again = nn.Linear(FEATURES, WIDTH, bias=False)  # where it is tied, it has nothing else
+        self.eval().outer.train()
+
+
+def tied() -> nn.Module:
+    """The same with one weight in two modules."""
+    model = Tricky()
+    model.again.weight = model.embed.weight
+    return model
+
+
+UNTIED = ["plain", "tricky", "with a block twice"]
+MODELS: dict[str, Any] = dict(zip(UNTIED, [Model, Tricky, Twice], strict=True), tied=tied)
+
+
+def init(module: nn.Module) -> None:
+    """Random values for all that is the module's own: whoever is out of order gets other ones."""
+    for p in module.parameters(recurse=False):
+        nn.init.normal_(p, mean=0.02, std=0.15)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+        else:
+            buffer.fill_(3)
+
+
+def begin() -> None:
+    """The same random numbers from here on, and not from a seed on: some have been drawn."""
+    draw.seed(6)
+    draw.rand(3)
+
+
+def alone(
+    kind: str, order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules
+) -> nn.Module:
+    """What one process has.
+
+    To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
+    """
+    with device():
+        model = MODELS[kind]()
+    begin()
+    for module in order(model):
+        init(module)
+    return model
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name, also the buffers that are not in the state dict."""
+    return {**weights(model), **full(dict(model.named_buffers()))}
+
+
+def guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
+    """What well-known mistakes give."""
+    ranks = mesh().size()
+    found = {
+        "modules are initialised from the inside out": values(
+            alone(kind, order=lambda m: reversed([*m.modules()]))
+        ),
+        "a module whose parameters are all tied to modules before is left out": values(
+            alone(kind, order=lambda m: [x for x in m.modules() if x is not getattr(m, "again", 0)])
+        ),
+        "every rank takes the first rows": {
+            name: torch.cat([value.chunk(ranks)[0]] * ranks)[: len(value)] if value.dim() else value
+            for name, value in want.items()
+        },
+    }
+    model = sharded(MODELS[kind]())
+    begin()
+    with torch.no_grad():
+        for module in model.modules():
+            init(module)
+    found["init runs on shards, so every rank draws the same numbers for its own"] = values(model)
+    return {belief: value for belief, value in found.items() if not same(value, want)}
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
@@ -43,9 +137,12 @@ def _held(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return sorted(names.get(p, "one that is not in the model") for p in held)
 
 
-VALUES, TIES, MODES = "values", "ties", "train mode and requires_grad"
+UNITS, VALUES, TIES, MODES = "units", "values", "ties", "train mode and requires_grad"
 HELD, STREAM = "parameters of the optimizer", "the next random number"
 FACTS: dict[str, Callable[[Any, Any], Any]] = {
+    UNITS: lambda model, optimizer: [
+        name for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    ],
     VALUES: lambda model, optimizer: values(model),
     TIES: lambda model, optimizer: _ties(model),
     MODES: lambda model, optimizer: _modes(model),
@@ -53,6 +150,7 @@ FACTS: dict[str, Callable[[Any, Any], Any]] = {
     STREAM: lambda model, optimizer: draw.next_random(torch.device("cpu"), 1).item(),
 }
 CAUSES = {
+    UNITS: "a block is no unit of its own, or what is no block is one, or the model is none",
     VALUES: "init runs in another order, twice, on what lacks something, or on shards; or what it "
     "draws from has been seeded anew, or has another dtype",
     TIES: "to_empty(), or a new parameter, has cut the tie",
@@ -69,14 +167,14 @@ def built(answer: Any, kind: str) -> Any:
     return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, momentum)
 
 
-def built_has(answer: Any, rank: int, *facts: str, kinds: Any = UNTIED) -> None:
+def built_has(answer: Any, rank: int, kinds: Iterable[str], *facts: str) -> None:
     """Fail unless what was built has that of one process."""
     for what, kind in itertools.product(facts, kinds):
         model, optimizer = built(answer, kind)
         on_meta = [name for name, v in model.state_dict().items() if v.is_meta]
         unfinished = "to_empty() has not been called, or not on all that is on meta"
         check_equal(on_meta, [], f"tensors on meta of the model {kind}", cause=unfinished)
-        got, one = FACTS[what](model, optimizer), alone(kind)
+        got, one = FACTS[what](model, optimizer), sharded(alone(kind))
         want = FACTS[what](one, momentum(one.parameters()))
         is_wrong = what == VALUES and any(of_all(not same(got, want)))
         suspects = guesses(kind, want) if is_wrong else {}
@@ -85,18 +183,6 @@ def built_has(answer: Any, rank: int, *facts: str, kinds: Any = UNTIED) -> None:
             before = FACTS[STREAM](model, optimizer)
             suspects = {"the generator is put back to where it was before": before}
         check_equal(got, want, f"{what} of the model {kind}", cause=CAUSES[what], suspects=suspects)
-
-
-def built_units(answer: Any, rank: int) -> None:
-    """Which modules are units."""
-    for kind in UNTIED:
-        model, _ = built(answer, kind)
-        modules = dict(model.named_modules())
-        want = [n for n, m in modules.items() if not n or isinstance(m, BLOCK_TYPES)]
-        got = [name for name, m in modules.items() if isinstance(m, FSDPModule)]
-        cause = "a block is no unit of its own, or what is no block is one, or the model is none"
-        what = f"units of the model {kind}, ranks: {mesh().size()}"
-        check_equal(got, want, what, cause=cause)
 
 
 def built_once(answer: Any, rank: int) -> None:
@@ -116,11 +202,6 @@ def built_once(answer: Any, rank: int) -> None:
     cause = "make_model is called with memory, or twice, or meta is not left again"
     want = ["meta", "an optimizer", "cpu"]
     check_equal(seen, want, "devices of new tensors, and optimizers", cause=cause)
-
-
-def built_with_ties(answer: Any, rank: int) -> None:
-    """What is one parameter is still one; all else is as without ties."""
-    built_has(answer, rank, TIES, VALUES, STREAM, HELD, kinds=["tied"])
 
 
 def build_fails_on_one(answer: Any, rank: int) -> None:

@@ -15,8 +15,7 @@ from kit.ranks.shapes import Deep
 from kit.ranks.shards import rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import Block
-from specs.sharded_checkpoint import ranks_build
-from specs.sharded_checkpoint.built import init
+from specs.sharded_checkpoint import ranks_build as ranks
 from specs.sharded_checkpoint.models import BLOCK_TYPES, momentum
 
 
@@ -34,22 +33,22 @@ class TestPart1Build:
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_has_the_values_of_one_process(self, answer, world):
         """To the bit: the numbers that one process draws, module by module, in its order."""
-        world.run(answer, ranks_build.built_has, ranks_build.VALUES)
+        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.VALUES)
 
     @pytest.mark.exact("build", "units")
     def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, worlds):
         """On one rank too, where nothing is to be gathered."""
         for size in (2, 1):
-            worlds(size).run(answer, ranks_build.built_units)
+            worlds(size).run(answer, ranks.built_has, ranks.UNTIED, ranks.UNITS)
 
     @pytest.mark.exact("build", "optimizer")
     def test_the_optimizer_has_each_shard_once(self, answer, world):
-        world.run(answer, ranks_build.built_has, ranks_build.HELD)
+        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.HELD)
 
     @pytest.mark.exact("build", "make_model")
     def test_makes_the_model_once_under_meta(self, answer, world):
         """Of one class of blocks. Then an ordinary tensor is made once more, after `build`."""
-        world.run(answer, ranks_build.built_once)
+        world.run(answer, ranks.built_once)
 
     @pytest.mark.saves("build", "memory")
     def test_no_rank_of_eight_ever_holds_the_model(self, answer, reference, device):
@@ -57,7 +56,7 @@ class TestPart1Build:
 
         def peak(module: Any) -> int:
             with simulated_world(8, device) as mesh:
-                arguments = _in_each_other, mesh, BLOCK_TYPES, init, momentum
+                arguments = _in_each_other, mesh, BLOCK_TYPES, ranks.init, momentum
                 kinds = {"cpu", mesh.device_type}  # the host has no room either
                 build = partial(module.build, *arguments)
                 return max(measure(build, kind).above_baseline for kind in kinds)
@@ -80,18 +79,19 @@ class TestPart1Build:
 
     @pytest.mark.survives("build", 1)
     def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
-        world.run(answer, ranks_build.built_has, ranks_build.STREAM)
+        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.STREAM)
 
     @pytest.mark.survives("build", "together")
     def test_every_rank_raises_where_one_cannot_build(self, answer, world):
         """A function that is given raises on rank 1 of 2."""
-        world.run(answer, ranks_build.build_fails_on_one)
+        world.run(answer, ranks.build_fails_on_one)
 
     @pytest.mark.survives("build", 2)
     def test_ties_stay(self, answer, world):
         """And have the values of one process: `init` sets what is tied once for each module."""
-        world.run(answer, ranks_build.built_with_ties)
+        facts = ranks.TIES, ranks.VALUES, ranks.STREAM, ranks.HELD
+        world.run(answer, ranks.built_has, ["tied"], *facts)
 
     @pytest.mark.survives("build", 3)
     def test_train_mode_and_what_is_frozen_stay(self, answer, world):
-        world.run(answer, ranks_build.built_has, ranks_build.MODES)
+        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.MODES)

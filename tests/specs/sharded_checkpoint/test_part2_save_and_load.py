@@ -12,7 +12,7 @@ from kit.laws.checks import check_bar
 from kit.laws.scenarios import once
 from kit.ranks.shards import shard_bytes, whole_bytes
 from kit.ranks.toys import make
-from specs.sharded_checkpoint import ranks, ranks_folder
+from specs.sharded_checkpoint import ranks
 from specs.sharded_checkpoint.models import adamw
 
 
@@ -48,16 +48,16 @@ class TestPart2SaveAndLoad:
     @pytest.mark.exact("save", "older")
     def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
         """Six checkpoints take six times the bytes of one."""
-        world.run(answer, ranks_folder.save_often, tmp_path / "run")
+        world.run(answer, ranks.save_often, tmp_path / "run")
 
     @pytest.mark.exact("save", "untouched")
     def test_training_goes_on_with_what_is_there(self, answer, world, tmp_path):
-        world.run(answer, ranks_folder.leaves_alone, tmp_path / "run")
+        world.run(answer, ranks.leaves_alone, tmp_path / "run")
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
         """Checkpoints 2, 10, 999,999 and 1,000,000; one is copied under another name."""
-        world.run(answer, ranks_folder.step_rules, tmp_path / "run")
+        world.run(answer, ranks.step_rules, tmp_path / "run")
 
     @pytest.mark.saves("save", "memory")
     def test_a_rank_saves_its_own_part_only(self, answer, reference, worlds, tmp_path):
@@ -80,10 +80,7 @@ class TestPart2SaveAndLoad:
         ("bad_rank", "bad"), [(0, "not_there"), (1, "not_there"), (1, "set"), (1, "get")]
     )
     def test_every_rank_raises_where_one_cannot_load(self, answer, world, tmp_path, bad_rank, bad):
-        """The folder is missing, as where a disk is not mounted, or the model's state dict fails.
-
-        Where it is set, or asked for.
-        """
+        """The folder is missing, as where a disk is not mounted, or the state dict fails."""
         ranks.check_alike(world.run(answer, ranks.fails_on_one, "load", tmp_path, bad_rank, bad))
 
     @pytest.mark.survives("save", "together")

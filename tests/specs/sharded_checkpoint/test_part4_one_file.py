@@ -48,8 +48,10 @@ class TestPart4OneFile:
     @pytest.mark.exact("load_whole", "in place")
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_a_sharded_model_loads_the_file_of_one_process(self, answer, world, tmp_path):
-        path = tmp_path / "whole.pt"
-        torch.save(tied().state_dict(), path)
+        """In which one weight has more bits than in the model."""
+        path, state = tmp_path / "whole.pt", dict(tied().state_dict())
+        state["head.bias"] = state["head.bias"].double()
+        torch.save(state, path)
         world.run(answer, ranks_whole.load_whole_into, path)
 
     @pytest.mark.saves("save_whole", "memory")
