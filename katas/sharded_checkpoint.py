@@ -109,8 +109,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     Args:
         folder: as in `save`.
         model: sharded, of the class that was saved, with the same parameters frozen.
-        optimizer: made alike (class, groups, kind of state); with other values of its settings,
-            and with state or none.
+        optimizer: made alike (class, groups, kind of state); with other values of settings, and
+            state or none.
 
     Returns:
         the step that was saved.
@@ -161,4 +161,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 506a00b8867e
+# untouched stub 5432ce0be568

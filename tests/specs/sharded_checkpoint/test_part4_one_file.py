@@ -48,8 +48,10 @@ class TestPart4OneFile:
     @pytest.mark.exact("load_whole", "in place")
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_a_sharded_model_loads_the_file_of_one_process(self, answer, world, tmp_path):
-        """In which one weight has more bits than in the model."""
+        """In which one weight has more bits than in the model, and one lies turned."""
         path, state = tmp_path / "whole.pt", dict(tied().state_dict())
+        weight = state["blocks.0.down.weight"]
+        state["blocks.0.down.weight"] = weight.T.contiguous().T  # as channels_last has it
         state["head.bias"] = state["head.bias"].double()
         torch.save(state, path)
         world.run(answer, ranks_whole.load_whole_into, path)
