@@ -57,7 +57,7 @@ def accumulate(
         optimizer: holds what is trained, the loss's parameters too.
 
     Returns:
-        That loss, a new scalar of its dtype, without a graph.
+        That loss, a scalar without a graph.
 
     Raises:
         no micro-batch (0); one that is no pair, has no samples, or has two lengths.
@@ -66,8 +66,7 @@ def accumulate(
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
         2. A frozen parameter keeps its value. So does one that `optimizer` does not hold; its
            `grad` is not cleared, and may grow.
-        3. An error in model, loss or optimizer comes through: no step is taken, and the next call
-           is like any other.
+        3. An error in model, loss or optimizer comes through, and no step is taken.
         4. The cache of the caller's autocast has no weights from before the step.
     """
     raise NotImplementedError
@@ -150,16 +149,14 @@ def train_epoch(
         1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
            are dense.
         2. An error, or a bad micro-batch, ends the epoch before its window's step: finished
-           windows count, no other counts in `scaler`, which is ready for the next epoch. If the
-           first window is bad, older gradients may stay.
+           windows count. If the first window is bad, older gradients may stay.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward outside
            it; the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. For any number of windows the peak is that of `accumulate`, plus the data of one window
-           and one micro-batch more.
+        6. The peak of a window is that of `accumulate`, plus its data.
     """
     raise NotImplementedError
 
@@ -197,9 +194,7 @@ def accumulate_on_ranks(
         1. Any micro-batch, or a whole rank, may be without a labelled token.
         2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
-        4. The rank with the bad window names what is bad. A window that raises when first read is
-           bad too: that error, or ValueError.
-        5. As in `accumulate`: old gradients, parameters without a gradient, autocast, and an error
+        4. As in `accumulate`: old gradients, parameters without a gradient, autocast, and an error
            that all ranks raise before their last loss.
     """
     raise NotImplementedError
@@ -229,4 +224,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub 7f2e10fe2dfa
+# untouched stub e8b44eab4df9

@@ -63,7 +63,7 @@ def accumulate(
         optimizer: holds what is trained, the loss's parameters too.
 
     Returns:
-        That loss, a new scalar of its dtype, without a graph.
+        That loss, a scalar without a graph.
 
     Raises:
         no micro-batch (0); one that is no pair, has no samples, or has two lengths.
@@ -72,8 +72,7 @@ def accumulate(
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
         2. A frozen parameter keeps its value. So does one that `optimizer` does not hold; its
            `grad` is not cleared, and may grow.
-        3. An error in model, loss or optimizer comes through: no step is taken, and the next call
-           is like any other.
+        3. An error in model, loss or optimizer comes through, and no step is taken.
         4. The cache of the caller's autocast has no weights from before the step.
     """
     samples = _count_samples(micro_batches)
@@ -86,7 +85,6 @@ def accumulate(
         # Backward at once, so that this graph is gone before the next one is built.
         loss.backward()
         shares.append(loss.detach())
-        del loss  # or its graph, and what a node has kept, is there in the next forward pass
     optimizer.step()
     torch.clear_autocast_cache()  # the caller's: it has copies of the weights before the step
     return torch.stack(shares).sum()
@@ -152,7 +150,6 @@ def accumulate_tokens(
         loss = _sum_over_tokens(model(inputs), targets, ignore_index) / tokens
         loss.backward()
         shares.append(loss.detach())
-        del loss
     optimizer.step()
     torch.clear_autocast_cache()
     return torch.stack(shares).sum()
@@ -219,16 +216,14 @@ def train_epoch(
         1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
            are dense.
         2. An error, or a bad micro-batch, ends the epoch before its window's step: finished
-           windows count, no other counts in `scaler`, which is ready for the next epoch. If the
-           first window is bad, older gradients may stay.
+           windows count. If the first window is bad, older gradients may stay.
         3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward outside
            it; the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. For any number of windows the peak is that of `accumulate`, plus the data of one window
-           and one micro-batch more.
+        6. The peak of a window is that of `accumulate`, plus its data.
     """
     _check_epoch(window, dtype, scaler, max_norm)
     iterator, results = iter(micro_batches), list[WindowResult]()
@@ -238,7 +233,6 @@ def train_epoch(
         if scheduler is not None and not result.skipped:
             scheduler.step()
         results.append(result)
-        del batches  # or they are there still while the next window is taken
     if not results:
         raise ValueError("0 micro-batches: the iterator is empty, or was read to its end before")
     return results
@@ -255,8 +249,6 @@ def _window_step(
 ) -> WindowResult:
     samples = _count_samples(batches)
     optimizer.zero_grad()
-    # An autocast of the caller keeps copies of weights, in its own dtype.
-    torch.clear_autocast_cache()
     try:
         shares = []
         for inputs, targets in batches:
@@ -266,7 +258,6 @@ def _window_step(
             # the window's end.
             (loss if scaler is None else scaler.scale(loss)).backward()
             shares.append(loss.detach().float())
-            del loss
 
         if scaler is not None:
             scaler.unscale_(optimizer)  # once: the gradients are whole now
@@ -294,15 +285,11 @@ def _step(optimizer: Optimizer, scaler: GradScaler | None) -> bool:
         return False
     # Not scaler.step(): after an overflow it calls a fused optimizer all the same, and fused SGD
     # makes its momentum of whatever is in memory. unscale_() has looked for infinities already.
-    before = scaler.state_dict()
+    before = scaler.get_scale()
     scaler.update()
-    if scaler.get_scale() < before["scale"]:  # it falls after an overflow and at no other time
+    if scaler.get_scale() < before:  # it falls after an overflow and at no other time
         return True
-    try:
-        optimizer.step()
-    except BaseException:
-        scaler.load_state_dict(before)  # this window does not count
-        raise
+    optimizer.step()
     return False
 
 
@@ -352,9 +339,7 @@ def accumulate_on_ranks(
         1. Any micro-batch, or a whole rank, may be without a labelled token.
         2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
-        4. The rank with the bad window names what is bad. A window that raises when first read is
-           bad too: that error, or ValueError.
-        5. As in `accumulate`: old gradients, parameters without a gradient, autocast, and an error
+        4. As in `accumulate`: old gradients, parameters without a gradient, autocast, and an error
            that all ranks raise before their last loss.
     """
     tokens, problem = 0, None
@@ -383,7 +368,6 @@ def accumulate_on_ranks(
             # DDP divides the sum over ranks by their number. That is not ours: multiply it away.
             (loss * ranks).backward()
         shares.append(loss.detach())
-        del loss
     optimizer.step()
     torch.clear_autocast_cache()
     return torch.stack(shares).sum()

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from kit.laws import trace
 from kit.laws.law import Law
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.scenarios import epoch, regression
@@ -15,16 +16,13 @@ def _broke_off(want, w):
 
 
 # What was on the way when an error came is nobody's business, nor are gradients of others.
-_ON_THE_WAY = "passes|loss calls|losses that|buffers|random|steps taken at"
+_ON_THE_WAY = "passes|loss calls|random|steps taken at"
 FREE = (
-    ("kept gradients", lambda _, w: bool({"foreign", "frozen", "early"} & w.tags)),
-    ("result", lambda _, w: "float64" in w.tags),
+    ("kept gradients", lambda _, w: bool({"foreign", "early"} & w.tags)),
     # Gradients in 16 bits are rounded where a share is multiplied in; the weights show the step.
     ("passes back|gradients|kept|optimizer state", lambda _, w: "the caller's autocast" in w.tags),
     # Of a model in 16 bits the loss is exact, as a number of float32.
     ("gradients|kept|weights|optimizer state", lambda _, w: "16 bits" in w.tags),
-    # Whether it is called for a window that is skipped.
-    ("optimizer steps|steps taken at|gradients at|rate", lambda _, w: "fused" in w.tags),
     ("passes|loss calls|random", lambda _, w: "no labels" in w.tags),
     (_ON_THE_WAY, lambda want, w: _broke_off(want, w) or "retried" in w.tags),
 )
@@ -44,80 +42,51 @@ EPOCH_FREE = (
         lambda _, w: "not finite" in w.tags and w.scaler is None and "max_norm" in w.options,
     ),
 )
+_LOSS = "another divisor or dtype, or with its graph"
+MEANINGS = trace.MEANINGS | {
+    "number of results": "one for each window, a short last one too",
+    "passes forward": "a pass too many or too few, or in another mode, precision or order",
+    "passes back": "backward passes are joined, missing, or under autocast",
+    "gradients at": "another divisor or clipping, perhaps of some only; or stale gradients are in "
+    "it",
+    "loss": _LOSS,
+    "result": _LOSS,
+    "kept gradients": "gradients are of another loss, left over, or cleared at another moment",
+    "steps taken at": "micro-batches are read ahead of the step",
+}
 
 
 def rounding(w):
-    """16 bits are rounded at every operation; where the share is multiplied in is free.
-
-    An epoch may have the loss of a model in float64 in float32.
-    """
-    if "float64" in w.tags and "window" not in w.options:
-        return 1e-12
+    """16 bits are rounded at every operation; where the share is multiplied in is free."""
     dtype = torch.bfloat16 if "the caller's autocast" in w.tags else w.dtype
     return {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}.get(dtype, 1e-4)
 
 
 def clauses(gradients, step, passes, autocast, kept):
-    """What each observable is about in the contract, and what a difference most likely means."""
-    loss = "another divisor or dtype, with its graph, the loss's own tensor, or a view of more"
+    """What each observable is about in the contract."""
     return {
-        "outcome": (
-            "Raises",
-            "no check refuses this input, an error is kept back, or hooks do not run",
-        ),
-        "message": ("Raises", "the message does not say which value was wrong"),
-        "error": ("Raises", "it is raised anew: another object, or other words"),
-        "number of results": ("windows", "one for each window, a short last one too"),
-        "output for": (autocast, "the caller's autocast keeps copies of older weights"),
-        "optimizer steps": (step, "a step too many, or none"),
-        "steps taken at": ("data", "micro-batches are read ahead of the step"),
-        "modes when data": ("untouched", "data are taken in another mode than that of the caller"),
-        "passes forward": (
-            passes,
-            "a pass too many or too few, or in another mode or precision, or out of order",
-        ),
-        "loss calls": (passes, "the loss runs in another precision, or its arguments are others"),
-        "passes back": (passes, "backward passes are joined, missing, or under autocast"),
-        "random state": ("untouched", "a seed is set, or random numbers are drawn"),
-        "gradients at": (
-            gradients,
-            "another divisor or clipping, perhaps of some only; or stale gradients are in it",
-        ),
-        "losses that": ("untouched", "what loss_fn has returned is changed in place"),
-        "loss": (gradients, loss),
-        "result of the call before": (
-            "Returns",
-            "it is changed by the next call: both have one tensor",
-        ),
-        "result": ("Returns", loss),
-        "skipped": (5, "ask the scaler whether it skipped: no norm, loss or weight tells"),
-        "grad_norm": ("clipping", "it is still scaled, clipped, or not over all that was trained"),
-        "rate": ("scheduler", "the schedule is ahead of the steps, or behind"),
-        "a gradient of another": (step, "it is cleared, but is of another optimizer"),
-        "kept gradients": (
-            kept,
-            "gradients are of another loss, left over, or cleared at another moment",
-        ),
-        "weights": (step, "another step was taken"),
-        "optimizer state": (step, "another step was taken"),
-        "optimizer groups": ("scheduler", "the schedule is ahead of the steps, or behind"),
-        "scaler": (
-            4,
-            "update() is missing, called twice or for something else, or an old state is loaded",
-        ),
-        "schedule": ("scheduler", "the schedule advances at another time than with a step taken"),
-        "buffers": ("untouched", "the model runs more than once, or in another mode"),
+        "outcome|message": "Raises",
+        "number of results": "windows",
+        "output for": autocast,
+        "optimizer steps|weights|optimizer state": step,
+        "steps taken at": "data",
+        "passes|loss calls": passes,
+        "random state": "untouched",
+        "gradients at|loss": gradients,
+        "result": "Returns",
+        "skipped": 5,
+        "grad_norm": "clipping",
+        "rate|optimizer groups|schedule": "scheduler",
+        "kept gradients": kept,
+        "scaler": 4,
     }
 
 
-def law(call, wanted, base, free, found, kind=Law):
+def law(call, wanted, base, free, of_contract, meanings=MEANINGS, kind=Law):
     return kind(
-        *("gradient_accumulation", wanted.__name__),
-        lambda answer, w: oracle.retried(partial(call, answer, w), w),
-        lambda w: oracle.retried(partial(wanted, w), w),
-        *(base, free),
-        clauses={name: clause for name, (clause, _) in found.items()},
-        meanings={name: meaning for name, (_, meaning) in found.items()},
+        *("gradient_accumulation", wanted.__name__, call, wanted, base, free),
+        clauses=of_contract,
+        meanings=meanings,
         rounding=rounding,
     )
 

@@ -1,14 +1,9 @@
 """Bytes at the peak of a window, held to a formula: where activations, gradients or logits rule.
 
 activations: 256 rows through four hidden layers of 96 (0.39 MB, three times the gradients G), 4
-    micro-batches. At most one micro-batch's pass with one set of gradients, and 0.35 G. The layers
-    keep their output in an attribute of their node, as fast kernels do: such memory ends with the
-    node, which ends with the last name for the loss.
+    micro-batches. At most one micro-batch's pass with one set of gradients, and 0.35 G.
 gradients: 12 weights of 64 x 64, 3 rows, 3 micro-batches. At most one micro-batch's pass with one
     set of gradients, and 0.35 G: room for one gradient and its square at a time, in float64 too.
-data: 64 rows of 4,096 numbers (1 MiB), which lie by columns, for a layer of 8, in windows of two
-    that are made when they are asked for. The data of a window, of one micro-batch more, and its
-    pass.
 wide_output: 64 rows of 4,096 logits, L = 1 MiB. In the backward pass there are the
     log-probabilities that the loss has saved, their gradient and that of the logits: 3 L, and the
     gradient of the weight W beside the sum. Logits that a name still holds make 4 L. At most
@@ -34,33 +29,12 @@ Case = namedtuple("Case", "name model batches loss dtype", defaults=[torch.float
 CLASSES = 4096
 CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_output"])
 CASES_OF_TOKENS = pytest.mark.parametrize("case", [*CASES.args[1], "wide_output-bf16"])
-CASES_OF_AN_EPOCH = pytest.mark.parametrize("case", [*CASES.args[1], "data"])
 CAUSES = {
-    "activations": "graphs are kept, if only by a name for loss or output; or micro-batches are "
-    "joined",
+    "activations": "graphs are kept, or micro-batches are joined",
     "gradients": "gradients are copied: sums, norms and clipping need no second set",
     "wide_output": "a name still holds the output in the backward pass, or outputs are kept, or "
     "the loss makes more of them, as a second softmax does",
-    "data": "micro-batches are all fetched first or kept, or a window while the next is taken",
 }
-
-
-class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.kept = x.relu()
-        return ctx.kept.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (ctx.kept > 0)
-
-
-class Keeping(nn.Module):
-    """ReLU, which keeps its output by itself and not by save_for_backward."""
-
-    def forward(self, x):
-        return _Keep.apply(x)
 
 
 def limit_of(case, has_data=False):
@@ -74,10 +48,6 @@ def limit_of(case, has_data=False):
         formula = "3.25 x the logits + 3 x the weight; plain holds the output"
         return 3.25 * logits + three, 4 * logits + three, formula
     one, formula = one_micro_batch(case) + gradients, "one micro-batch, its gradients G and 0.35 G"
-    if case.name == "data":
-        data = bytes_of(*case.batches[0])
-        formula += ", and the data of three; plain keeps the data of six"
-        return one + 0.35 * gradients + 3 * data, one + 6 * data, formula
     plain = one + max(rest * (one - 2 * gradients), gradients)
     if has_data:
         one, formula = one + bytes_of(*case.batches), f"{formula}, and the window's data"
@@ -93,13 +63,10 @@ def of_samples(name, device, dtype=torch.float32):
         "activations": ((24, 96, 96, 96, 96, 8), 256, 4),
         "gradients": ((64,) * 13, 3, 3),
         "wide_output": ((4, CLASSES), 64, 3),
-        "data": ((4096, 8), 64, 2),
     }[name]
-    model = mlp(*widths, device=device, activation=Keeping)
+    model = mlp(*widths, device=device)
     inputs = [draw.randn(rows, widths[0], device=device) for _ in range(count)]
     targets = [draw.randn(rows, widths[-1], device=device) for _ in inputs]
-    if name == "data":
-        inputs = [draw.randn(widths[0], rows, device=device).t() for _ in inputs]
     loss = mse
     if name == "wide_output":
         targets = [draw.randint(CLASSES, (rows,), device=device) for _ in inputs]
@@ -115,7 +82,7 @@ def of_tokens(name, device):
     """
     name, _, half = name.partition("-")
     layers, length, classes = {
-        "activations": ([nn.Embedding(64, 24), mlp(24, *[96] * 4, 8, activation=Keeping)], 128, 8),
+        "activations": ([nn.Embedding(64, 24), mlp(24, *[96] * 4, 8)], 128, 8),
         "gradients": ([nn.Embedding(64, 64), *[nn.Linear(64, 64) for _ in range(11)]], 3, 64),
         "wide_output": ([nn.Embedding(64, 4), nn.Linear(4, CLASSES)], 32, CLASSES),
     }[name]
@@ -164,10 +131,9 @@ def check_peak(case, call, answer, reference):
     """Fail unless the peak of `call` stays within the limit of the case."""
     __tracebackhide__ = True
     limit, plain, formula = limit_of(case, has_data=call is epoch)
-    what = f"peak of a window of {len(case.batches)} above its baseline"
     half = "; or 16-bit weights stay in autocast's cache: it ends with the outermost block only"
     check_bar(
-        "peak of three windows above the baseline" if case.name == "data" else what,
+        f"peak of a window of {len(case.batches)} above its baseline",
         peak(copy.deepcopy(case), call, answer),
         limit,
         plain=plain,
@@ -178,12 +144,9 @@ def check_peak(case, call, answer, reference):
 
 
 def epoch(module, case, optimizer):
-    """One window, clipped far below its norm; in the case of data three, made when asked for."""
-    data = case.batches
-    if case.name == "data":
-        data = ((x.clone(), y.clone()) for _ in range(3) for x, y in case.batches)
+    """One window, clipped far below its norm."""
     return module.train_epoch(
-        *(case.model, data, case.loss, optimizer),
+        *(case.model, case.batches, case.loss, optimizer),
         window=len(case.batches),
         dtype=case.dtype,
         scaler=scaler_for(case.dtype, case.batches[0][0].device),

@@ -6,29 +6,7 @@ from collections import namedtuple
 import torch
 import torch.nn.functional as F
 
-from kit.laws.trace import Planted, PlantedInterrupt, autocast_on, described
-
 Window = namedtuple("Window", "loss grad_norm skipped")
-
-
-def retried(call, w):
-    """The call; in a world of this kind the next one, after a good one or the planted error."""
-    if "twice" in w.tags:
-        before = call()
-        w.visits("next window")
-    try:
-        return call()
-    except BaseException as error:
-        if "planted" in w.tags:
-            anew = "" if error.__context__ is None else "raised anew: "
-            w.notes["error"] = f"{anew}{error!r}"
-        if "retried" not in w.tags or not isinstance(error, (Planted, PlantedInterrupt)):
-            raise
-    finally:
-        if "twice" in w.tags:
-            w.notes["result of the call before"] = described(before)
-    w.tags.discard("planted")
-    return call()
 
 
 def accumulate(w):
@@ -65,8 +43,7 @@ def accumulate_on_ranks(w, rank, windows):
 
 
 def _token_backward(model, inputs, targets, ignored, tokens):
-    logits = model(inputs).flatten(0, 1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = model(inputs).flatten(0, 1).float()
     losses = F.cross_entropy(logits, targets.flatten(), ignore_index=ignored, reduction="none")
     return _add(losses.sum() / tokens)
 
@@ -75,7 +52,6 @@ def train_epoch(w):
     """Windows of one micro-batch after another, until there are none."""
     results, source, size = [], iter(data(w)), w.options["window"]
     _begin(w)
-    torch.clear_autocast_cache()
     try:
         while window := [batch for _, batch in zip(range(size), source, strict=False)]:
             results.append(_window(w, window))
@@ -90,31 +66,15 @@ def train_epoch(w):
 def data(w):
     """The micro-batches from an iterator, which notes how many steps were taken at each request."""
     requests = w.notes["steps taken at each request"] = []
-    modes = w.notes["modes when data are taken"] = set()
 
     def requested():
         for batch in w.batches:
             requests.append(len(w.steps))
-            grad = "with" if torch.is_grad_enabled() else "without"
-            modes.add(f"{grad} grad{autocast_on(w.device.type)}")
             w.visits("data")
             yield batch
         requests.append(len(w.steps))
 
-    return w.batches if "list" in w.tags else Stream(requested())
-
-
-class Stream:
-    """As a DataLoader of a stream: to ask for its length is an error."""
-
-    def __init__(self, source):
-        self.source = source
-
-    def __iter__(self):
-        return self.source
-
-    def __len__(self):
-        raise TypeError("a stream has no length")
+    return w.batches if "list" in w.tags else requested()
 
 
 def _window(w, window):
@@ -125,8 +85,7 @@ def _window(w, window):
     if scaler is not None:
         scaler.unscale_(w.optimizer)
     gradients = [p.grad for p in _held(w) if p.grad is not None]
-    norms = [g.double().norm() for g in gradients] or [torch.zeros(())]
-    norm = torch.stack(norms).norm().float()
+    norm = torch.stack([g.double().norm() for g in gradients]).norm().float()
     if max_norm is not None and norm > max_norm:
         for g in gradients:
             g.mul_(max_norm / norm)
@@ -134,11 +93,7 @@ def _window(w, window):
         w.optimizer.step()
         return Window(sum(parts), norm, False)
     before = scaler.get_scale()
-    try:
-        scaler.step(w.optimizer)
-    except BaseException:
-        scaler.update(before)
-        raise
+    scaler.step(w.optimizer)
     scaler.update()
     return Window(sum(parts), norm, scaler.get_scale() < before)
 

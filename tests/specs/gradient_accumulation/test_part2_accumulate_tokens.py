@@ -54,7 +54,6 @@ class TestPart2AccumulateTokens:
         """
         yield ("12, 6, 3 and 1 labelled tokens",)
         yield "2,049 of 2,400 tokens labelled", of((4, 600, 2049), (1, 4, 4))
-        yield "the same tensors, filled anew", tokens.refilled
         yield "the same pair again", scenarios.repeated
         yield "logits of hundreds", tokens.hundreds
         yield "logits of NaN in the first", lambda w: w.model[0].weight.data[0].fill_(torch.nan)
@@ -64,9 +63,11 @@ class TestPart2AccumulateTokens:
     def test_honours_ignore_index_in_the_loss_and_in_the_count(self):
         """0 is the padding of many tokenizers, and a class like any other for F.cross_entropy."""
         for n in (0, -1, 255):
-            chosen = option(ignore_index=n)
-            yield f"ignore_index {n}", chosen, of(*tokens.UNEQUAL, ignore_index=n)
-            yield f"ignore_index {n}, only one", chosen, of(tokens.UNEQUAL[1], ignore_index=n)
+            yield (
+                f"ignore_index {n}",
+                option(ignore_index=n),
+                of(*tokens.UNEQUAL, ignore_index=n),
+            )
         padded = of(*tokens.UNEQUAL, ignore_index=0), tokens.never(0)
         yield "ignore_index 0, a class without a chance", option(ignore_index=0), *padded
 
@@ -86,11 +87,6 @@ class TestPart2AccumulateTokens:
             lambda module, c, optimizer: module.accumulate_tokens(c.model, c.batches, optimizer),
             *(answer, reference),
         )
-
-    @pytest.mark.survives("accumulate_tokens", "window")
-    @TOKENS.spec()
-    def test_the_same_of_tokens_in_unusual_surroundings(self):
-        yield from scenarios.UNUSUAL
 
     @pytest.mark.survives("accumulate_tokens", 1)
     @TOKENS.spec()
@@ -120,7 +116,7 @@ class TestPart2AccumulateTokens:
         yield from scenarios.NO_GRADIENT
         yield from scenarios.FOREIGN
         yield from scenarios.ERRORS
-        yield from scenarios.AUTOCAST
+        yield "inside the caller's autocast", *scenarios.IN_AUTOCAST
 
     @pytest.mark.survives("accumulate_tokens", "Raises")
     @TOKENS.spec()

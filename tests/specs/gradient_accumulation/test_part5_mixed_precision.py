@@ -1,7 +1,6 @@
 """Windows in bfloat16 and float16, and the learning rate of a larger batch."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -10,60 +9,17 @@ from torch import nn
 from kit.laws import twists
 from kit.laws.checks import check_equal
 from kit.laws.precisions import HALVES, scaler_for
-from kit.laws.rules import followed
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import mse
-from kit.laws.trace import PlantedInterrupt, Probe
 from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
-from kit.ranks.simulated import simulated_world
 from specs.gradient_accumulation import memory
 from specs.gradient_accumulation.laws import EPOCH
-from specs.gradient_accumulation.scenarios import HALF, IN_AUTOCAST, gradient_of_another, tag
-
-
-def only_the_loss(w):
-    """The model has nothing to train."""
-    twists.loss_with_parameters(w)
-    inner, w.model = w.loss, nn.Sequential(Probe(), nn.Tanh())
-    w.loss = lambda out, y: inner(out[:, :5], y)
-
-
-def targets_in_bfloat16(w):
-    w.batches = [(x, y.bfloat16()) for x, y in w.batches]
-
-
-def inside_another(w):
-    """The caller is inside an autocast of the other dtype, which keeps copies of the weights."""
-    twists.inside_autocast({torch.bfloat16: torch.float16}.get(w.dtype, torch.bfloat16))(w)
-
+from specs.gradient_accumulation.scenarios import HALF, gradient_of_another, tag
 
 DISABLED = {"enabled": False}  # a scaler
-SIZES = [(0.5, 4, 9), (0.1, 256, 1024), (0.3, 6, 10), (2.0, 8, 2)]
-WRONG = {
-    "the ratio is upside down": {"linear": lambda r: 1 / r, "sqrt": lambda r: r**-0.5},
-    "the rules are exchanged": {"linear": math.sqrt, "sqrt": lambda r: r},
-    "the ratio is a whole number": {"linear": math.floor, "sqrt": lambda r: math.floor(r) ** 0.5},
-    "it is half of the ratio, as ratio**1 / 2 is": {"sqrt": lambda r: r / 2},
-    "it is the square of the ratio": {"linear": lambda r: r * r, "sqrt": lambda r: r * r},
-}
 
 
-def rule_of_rates(answer):
-    """The factor that it takes for the ratio of the batches, or for its root."""
-
-    def fits(kind, factor):
-        return lambda lr, old, new, got: (
-            kind in factor and math.isclose(got, lr * factor[kind](new / old), rel_tol=1e-6)
-        )
-
-    for kind in ("linear", "sqrt"):
-        rules = {belief: fits(kind, factor) for belief, factor in WRONG.items()}
-        if found := followed(partial(answer.scaled_lr, rule=kind), SIZES, rules):
-            return found
-    return ""
-
-
-@scenarios("learning rate", rule=rule_of_rates)
+@scenarios("learning rate")
 def follows(answer, device, name, want, *options):
     *numbers, rule = options
     return float(f"{answer.scaled_lr(*numbers, rule=rule):.9g}"), want
@@ -116,19 +72,13 @@ class TestPart5MixedPrecision:
         """Goyal et al.: 0.1 for 256 is 3.2 for 8192."""
         yield "0.1 at 256 to 8192", 3.2, 0.1, 256, 8192, "linear"
         yield "0.3 at 6 to 10", 0.5, 0.3, 6, 10, "linear"
-        yield "0.1 at 256 to 65,536", 25.6, 0.1, 256, 65536, "linear"
-        yield "0.1 at 1 to 3", 0.3, 0.1, 1, 3, "linear"
         yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
         yield "2e-6 at 512 to 3", 1.171875e-8, 2e-6, 512, 3, "linear"
-        yield "3e-20 at 1 to 7", 2.1e-19, 3e-20, 1, 7, "linear"
-        with simulated_world(4, torch.device("cpu")):
-            yield "0.1 at 256 to 8192, on one of 4 ranks", 3.2, 0.1, 256, 8192, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
     @follows("the ratio is upside down or whole, the rules are exchanged, or the rate is rounded")
     def test_the_rate_grows_as_the_root_of_the_batch(self):
         yield "0.6 at 4 to 9", 0.9, 0.6, 4, 9, "sqrt"
-        yield "0.1 at 256 to 65,536", 1.6, 0.1, 256, 65536, "sqrt"
         yield "1e-6 at 65,536 to 9", 1.171875e-8, 1e-6, 65536, 9, "sqrt"
         yield "1.6 at 65,536 to 256", 0.1, 1.6, 65536, 256, "sqrt"
 
@@ -136,15 +86,8 @@ class TestPart5MixedPrecision:
     @EPOCH.spec("bf16", "fp16")
     def test_runs_forward_and_loss_under_autocast_and_backward_outside(self):
         yield ("a plain epoch",)
-        yield "targets in bfloat16", targets_in_bfloat16
-        yield "a model without parameters", only_the_loss
-        yield (
-            "inside the caller's autocast",
-            twists.inside_its_own_autocast,
-            tag("the caller's autocast"),
-        )
-        yield "inside another autocast", inside_another, tag("the caller's autocast")
-        yield "other modes of torch than usual", twists.in_unusual_modes
+        own = twists.inside_its_own_autocast, tag("the caller's autocast")
+        yield "inside the caller's autocast", *own
 
     @pytest.mark.exact("train_epoch", 4)
     @EPOCH.spec("fp16")
@@ -152,25 +95,23 @@ class TestPart5MixedPrecision:
         yield "clipped, a group for each parameter", HALF, put(groups=True)
         yield "a parameter without a gradient", unused, HALF
         yield "a foreign parameter", foreign, HALF, tag("foreign")
-        yield "a scale that grows in every window", twists.scaled(growth_interval=1)
         for dtype in (torch.float32, torch.bfloat16):
             yield f"none but a disabled one, in {dtype}", put(dtype=dtype, scaler=DISABLED), HALF
-        yield "a scale that falls little", twists.scaled(backoff_factor=0.9), gradient(math.inf, 4)
+        often = twists.scaled(growth_interval=1, backoff_factor=0.9)
+        yield "a scale that grows in every window, and falls little", often, gradient(math.inf, 4)
+        yield "the model fails", fails("model", 5)
 
     @pytest.mark.exact("train_epoch", 5)
     @EPOCH.spec("bf16", "fp16")
     def test_an_overflow_in_any_micro_batch_skips_the_window_and_nothing_else_does(self):
         """In bfloat16 nothing is skipped."""
-        fused = put(sgd={"lr": 0.02, "momentum": 0.9, "fused": True}), tag("fused")
         yield "an infinite gradient at 1, clipped", gradient(math.inf), option(max_norm=1.0)
         yield "a NaN gradient at 7", gradient(math.nan, 7), twists.trained_before
-        yield "an infinite gradient, and dropout", twists.insert(nn.Dropout), gradient(math.inf)
         yield "an infinite gradient of another optimizer", gradient_of_another(math.inf), HALF
         times = {torch.float16: 4}  # in bfloat16 some seed would make a gradient all but cancel
         many = lambda w: setattr(w, "batches", w.batches * times.get(w.dtype, 1))  # noqa: E731
         still = many, put(sgd={"lr": 0.0, "momentum": 0.9})
         yield "many overflows in succession, rate 0", *still, twists.scaled(init_scale=2.0**60)
-        yield "a fused optimizer", *fused, gradient(math.inf, 4), twists.trained_before
         yield "an infinite loss with finite gradients", put(loss=lambda *of: mse(*of) + math.inf)
         yield "a gradient of 1e25", twists.huge(1e25), tag("norm beyond float32")
 
@@ -190,22 +131,6 @@ class TestPart5MixedPrecision:
         """One micro-batch in that precision; the formulas are in memory.py."""
         memory.check_peak(memory.of_samples(case, device, dtype), memory.epoch, answer, reference)
 
-    @pytest.mark.survives("train_epoch", 2)
-    @EPOCH.spec("fp16")
-    def test_an_error_in_sixteen_bits_comes_through(self):
-        for place, at in (("step", 2), ("model", 5), ("model", 1)):
-            yield f"the {place} fails at {at}, and the next epoch", fails(place, at), tag("retried")
-            ctrl_c = fails(place, at, PlantedInterrupt)
-            yield f"Ctrl-C in the {place} at {at}, and the next epoch", ctrl_c, tag("retried")
-
-    @pytest.mark.survives("train_epoch", 3)
-    @EPOCH.spec()
-    def test_sixteen_bits_inside_the_callers_autocast(self):
-        """Whose cache keeps no weights from before a step, after an error either."""
-        in_both = (put(dtype=torch.bfloat16), *IN_AUTOCAST)
-        yield "in bfloat16, inside the caller's autocast", *in_both
-        yield "in bfloat16, inside it, and the backward pass fails", *in_both, fails("backward", 5)
-
     @pytest.mark.survives("train_epoch", "Raises")
     @EPOCH.spec()
     def test_refuses_a_dtype_or_a_scaler_that_does_not_fit(self):
@@ -223,14 +148,11 @@ class TestPart5MixedPrecision:
     @pytest.mark.survives("scaled_lr", "Raises")
     @refuses("no check refuses this input, or the message does not say which value was wrong")
     def test_scaled_lr_refuses_what_has_no_meaning(self):
-        for rule in ("cubic", "", "lin", "ear", "linear ", "Linear", "linearsqrt", "square"):
+        for rule in ("cubic", "Linear"):
             yield f"rule {rule!r}", rule, 0.1, 4, 8, rule
-            yield f"rule {rule!r}, one size", rule, 0.1, 4, 4, rule
         for rule in ("linear", "sqrt"):
             for lr in (0.0, -1e-5, math.nan):
                 yield f"lr {lr}, {rule}", lr, lr, 4, 8, rule
-                yield f"lr {lr}, {rule}, one size", lr, lr, 4, 4, rule
             for size in (0, -4):
                 yield f"batch_size {size}, {rule}", size, 0.1, size, 8, rule
                 yield f"new_batch_size {size}, {rule}", size, 0.1, 4, size, rule
-                yield f"both sizes {size}, {rule}", size, 0.1, size, size, rule
