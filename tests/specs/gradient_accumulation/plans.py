@@ -175,8 +175,7 @@ def _side_by_side(rows, tags):
 
 
 OF_RANKS = {
-    "outcome": "Raises",
-    "message": "Raises",
+    "outcome|message": "Raises",
     "optimizer steps|gradients at": "divisor",
     "result": "Returns",
     "output for": 4,
@@ -185,8 +184,6 @@ OF_RANKS = {
     "training flags|data untouched": "untouched",
 }
 FOUND = MEANINGS | {
-    "outcome": "no check refuses this input, or one rank does not raise",
-    "message": "the message does not say which value was wrong on this rank",
     "gradients at": "another divisor than the tokens of all, or DDP's hooks are passed by",
     "result": "it is no share of the mean over the tokens of all ranks",
     "kept gradients": "this rank has begun its window before it knew of the others",

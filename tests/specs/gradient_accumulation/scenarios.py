@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kit.laws import draw, twists
+from kit.laws.toys import mse
 from kit.laws.trace import Planted, PlantedInterrupt, Probe, World
 from kit.laws.twists import fails, foreign, insert, option, put, refused, trained_before, unused
 
@@ -28,6 +29,17 @@ def regression(*sizes):
     pairs = [(draw.randn(size, 7), draw.randn(size, 5) + 2 * n) for n, size in enumerate(sizes)]
     batches = [[*pair] if n % 2 else pair for n, pair in enumerate(pairs)]
     return World(model, batches, sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
+
+
+def steps_by_hand(answer, device, data=list, **options):
+    """Loss and norm of each window and the weight, for w = 1, x = 1, y = 0, -1, -0.75; results."""
+    model = nn.Linear(1, 1, bias=False).to(device)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer, one = torch.optim.SGD(model.parameters(), lr=0.25), torch.ones(1, 1, device=device)
+    batches = data([(one, 0 * one), (one, -one), (one, -0.75 * one)])
+    results = answer.train_epoch(model, batches, mse, optimizer, window=2, **options)
+    numbers = [float(number) for result in results for number in result[:2]]
+    return [*numbers, model.weight.item()], results
 
 
 def only(*numbers):
@@ -75,11 +87,6 @@ def rare(w):
 def not_finite(w):
     """The losses of two micro-batches, each by another column of its targets."""
     w.batches[1][1][:, 0], w.batches[2][1][:, 1] = math.inf, math.nan
-
-
-def zero_gradients(w):
-    """Every gradient is zero, which is not the same as none."""
-    w.model.register_forward_hook(lambda _, args, out: out * 0)
 
 
 HALF = option(max_norm=0.5)

@@ -63,13 +63,10 @@ class TestPart2AccumulateTokens:
     def test_honours_ignore_index_in_the_loss_and_in_the_count(self):
         """0 is the padding of many tokenizers, and a class like any other for F.cross_entropy."""
         for n in (0, -1, 255):
-            yield (
-                f"ignore_index {n}",
-                option(ignore_index=n),
-                of(*tokens.UNEQUAL, ignore_index=n),
-            )
-        padded = of(*tokens.UNEQUAL, ignore_index=0), tokens.never(0)
-        yield "ignore_index 0, a class without a chance", option(ignore_index=0), *padded
+            chosen = option(ignore_index=n), of(*tokens.UNEQUAL, ignore_index=n)
+            yield f"ignore_index {n}", *chosen
+        never = option(ignore_index=0), of(*tokens.UNEQUAL, ignore_index=0), tokens.never(0)
+        yield "ignore_index 0, a class without a chance", *never
 
     @pytest.mark.exact("accumulate_tokens", "window")
     @TOKENS.spec()
