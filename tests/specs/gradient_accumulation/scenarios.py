@@ -61,17 +61,23 @@ def sequences(w):
 
 
 def repeated(w):
-    """The last pair three times, and not all in a row."""
-    again = lambda b: put(batches=[b[-1], *b, b[-1]])  # noqa: E731
-    w.after.append(lambda w: again(w.batches)(w))
+    """The last pair three times, and not all in a row; it has names."""
+
+    def again(w):
+        pair = twists.Pair(*w.batches[-1])
+        w.batches = [pair, *w.batches[:-1], pair, pair]
+
+    w.after.append(again)
 
 
-def gradient_of_another(value=1.0):
-    """The model has a parameter of another optimizer, which is in the middle of a window."""
+def gradient_of_another(value=1.0, of_loss=False):
+    """Model or loss has a parameter of another optimizer, which is in the middle of a window."""
 
     def twist(w):
         theirs = w.extra["theirs"] = nn.Parameter(torch.ones(3))
-        w.model.register_parameter("theirs", theirs)
+        if of_loss:
+            w.loss_fn = nn.MSELoss()
+        (w.loss_fn if of_loss else w.model).register_parameter("theirs", theirs)
         theirs.grad, w.foreign = torch.full((3,), value), (*w.foreign, "theirs")
 
     return twist
@@ -105,8 +111,10 @@ LOSSES = [
     ("a loss with parameters", twists.loss_with_parameters, trained_before),
     ("an infinite loss, and one of NaN", not_finite),
 ]
+FUSED = put(sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "fused": True})
 NO_GRADIENT = [
     ("a parameter without a gradient", unused),
+    ("a parameter without a gradient, a fused optimizer", unused, FUSED),
     ("a parameter that one micro-batch uses", rare),
 ]
 FOREIGN = [

@@ -36,7 +36,6 @@ class TestPart1Accumulate:
                 "the loss is the last micro-batch's share": [0.75, 0.0],
                 "the loss's shares are weighted twice, although the step is right": [1.125, 0.0],
                 "every micro-batch is taken to be as large as the first": [6.0, -3.0],
-                "a hard-coded divisor of 4": [2.5, 1.0],
                 "a step for each micro-batch, and one at the end": [2.4375, 0.0],
                 "a step for each micro-batch": [2.4375, 0.75],
                 "a step for each micro-batch, on its gradients alone": [2.4375, 2.25],
@@ -84,6 +83,8 @@ class TestPart1Accumulate:
     @ACCUMULATED.spec()
     def test_leaves_frozen_and_foreign_parameters_alone(self):
         yield from scenarios.FOREIGN
+        theirs = scenarios.gradient_of_another(of_loss=True)
+        yield "a loss whose parameters another optimizer holds", theirs
 
     @pytest.mark.survives("accumulate", 3)
     @ACCUMULATED.spec()
@@ -96,6 +97,7 @@ class TestPart1Accumulate:
     def test_the_callers_autocast_sees_the_weights_after_the_step(self):
         """It keeps copies of the weights until its block ends, which may be that of training."""
         yield "inside the caller's autocast", *scenarios.IN_AUTOCAST
+        yield "one micro-batch inside it", *scenarios.IN_AUTOCAST, scenarios.only(0)
 
     @pytest.mark.survives("accumulate", "Raises")
     @ACCUMULATED.spec()

@@ -73,6 +73,7 @@ class TestPart3TrainEpoch:
     @EPOCH.spec()
     def test_the_schedule_advances_once_for_each_step(self):
         """One that advances with every micro-batch ends too early (huggingface/accelerate#963)."""
+        yield "windows of 2, with a schedule", option(window=2)
         yield "no schedule", put(gamma=None)
 
     @pytest.mark.saves("train_epoch", 6)

@@ -108,6 +108,7 @@ NO_TOKENS = [
     ("no length", (ids(3, 0), ids(3, 0)), 0),
     ("a dimension more", (ids(2, 3), ids(2, 3, 1))),
     ("4 targets for 5 tokens in each row", (ids(2, 5), ids(2, 4)), 5, 4),
+    ("4 targets for 5 tokens in each row, without labels", (ids(2, 5), -100 * ids(2, 4)), 5, 4),
     ("6 x 2 targets for 2 x 6 tokens", (ids(2, 6), ids(6, 2)), 2, 6),
     ("one target for all", (ids(4, 3), ids(1, 3)), 4, 1),
     ("three tensors", (ids(2, 3), ids(2, 3), ids(2, 3))),
