@@ -36,11 +36,6 @@ EPOCH_FREE = (
         "passes|loss calls|loss|grad_norm",
         lambda _, w: "the caller's autocast" in w.tags and w.dtype == torch.float32,
     ),
-    # What clipping makes of an infinity that no scaler keeps away from the weights.
-    (
-        "gradients at|weights|optimizer state",
-        lambda _, w: "not finite" in w.tags and w.scaler is None and "max_norm" in w.options,
-    ),
 )
 _LOSS = "another divisor or dtype, or with its graph"
 MEANINGS = trace.MEANINGS | {

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Plan:
-    """Shapes for each rank; a bad micro-batch of some, or an error, with words of the message."""
+    """Shapes for each rank; a bad micro-batch of some, with words of the message."""
 
     windows: tuple
     twists: tuple = ()
@@ -41,8 +41,8 @@ def _bad(names, windows=UNEVEN):
     return Plan(windows, twists.refused(), {rank: BAD[name] for rank, name in names.items()})
 
 
-def _unlabelled(*windows, more=()):
-    return Plan(windows, (*more, never(4), stale, tag("no labels")), ignore_index=4)
+def _unlabelled(*windows):
+    return Plan(windows, (never(4), stale, frozen, tag("no labels", "foreign")), ignore_index=4)
 
 
 GROUPS = {
@@ -58,9 +58,7 @@ GROUPS = {
     "no labels": {
         "rank 0 without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
-        "rank 1 without labels, frozen weights": _unlabelled(
-            ((3, 4, 12), (1, 4, 2)), ((2, 4, 0),), more=(frozen, tag("foreign"))
-        ),
+        "rank 1 without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 4, 0),)),
     },
     "older": {
         "older gradients, a group for each parameter": Plan(
@@ -162,10 +160,8 @@ def _right(name, rank):
         return retried(partial(oracle.accumulate_on_ranks, w, number, every), w)
 
     seen = observe(call, partial(scenario, name, rank), CPU)
-    flags = [m.training for m in seen["_world"].model.modules()]
     del seen["_error"]
-    kept = {"data untouched": True, "synchronises": True, "message": NAMED}
-    return {**seen, "training flags": flags, **kept}
+    return seen | {"synchronises": True, "message": NAMED}
 
 
 def _side_by_side(rows, tags):
@@ -181,7 +177,6 @@ OF_RANKS = {
     "output for": 4,
     "kept gradients": "Raises",
     "synchronises": 3,
-    "training flags|data untouched": "untouched",
 }
 FOUND = MEANINGS | {
     "gradients at": "another divisor than the tokens of all, or DDP's hooks are passed by",
@@ -189,8 +184,6 @@ FOUND = MEANINGS | {
     "kept gradients": "this rank has begun its window before it knew of the others",
     "weights": "another step was taken: other tokens or ranks count, or old gradients do",
     "synchronises": "no_sync() is entered and not left, or its flag is set by hand",
-    "training flags": "train() or eval() is called",
-    "data untouched": "the caller's tensors are changed in place",
 }
 ON_RANKS = law(None, oracle.accumulate_on_ranks, tokens, FREE, OF_RANKS, FOUND, RankLaw)
 ON_RANKS.groups = {group: [*plans] for group, plans in GROUPS.items()}

@@ -4,13 +4,11 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kit.laws.mentions import missing
 from kit.laws.trace import observe
-from kit.private_torch import data_version
 from kit.ranks.collectives import collectives
 from specs.gradient_accumulation import memory
 from specs.gradient_accumulation.plans import CPU, NAMED, PLANS, retried, scenario
@@ -24,18 +22,13 @@ def observed(answer, rank, name):
     def call(world):
         group = _groups_of_one(dist.get_world_size())[rank] if plan.own_group else None
         model = DDP(world.model, process_group=group)
-        tensors = [t for batch in world.batches for t in batch if isinstance(t, Tensor)]
-        before = [data_version(t) for t in tensors]
+        given = model, world.batches, world.optimizer
         world.notes["synchronises"] = True
 
         def once():
             try:
-                return answer.accumulate_on_ranks(
-                    model, world.batches, world.optimizer, **world.options
-                )
+                return answer.accumulate_on_ranks(*given, **world.options)
             finally:
-                world.notes["training flags"] = [m.training for m in world.model.modules()]
-                world.notes["data untouched"] = [data_version(t) for t in tensors] == before
                 world.notes["synchronises"] &= model.require_backward_grad_sync
 
         return retried(once, world)

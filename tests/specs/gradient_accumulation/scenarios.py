@@ -5,6 +5,7 @@ import math
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw, twists
 from kit.laws.toys import mse
@@ -95,6 +96,13 @@ def not_finite(w):
     w.batches[1][1][:, 0], w.batches[2][1][:, 1] = math.inf, math.nan
 
 
+class Checkpointed(nn.Tanh):
+    """Runs again in the backward pass, in the older way that libraries still have."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
 HALF = option(max_norm=0.5)
 
 # Rows of several specs, as they yield them.
@@ -102,6 +110,7 @@ MODES = [
     ("dropout in train mode", insert(nn.Dropout)),
     ("dropout in eval mode", insert(nn.Dropout, train=False)),
     ("one layer in eval mode", insert(nn.Dropout, layer_train=False)),
+    ("a reentrant checkpoint", insert(Checkpointed)),
 ]
 STEPS = [
     ("Adam", put(adam={"lr": 0.01}), trained_before),

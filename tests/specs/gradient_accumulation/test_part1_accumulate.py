@@ -34,7 +34,6 @@ class TestPart1Accumulate:
                 "gradients are cleared inside the window": [3.0, 1.5],
                 "the loss is the mean of the means, although the step is right": [5.0, 0.0],
                 "the loss is the last micro-batch's share": [0.75, 0.0],
-                "the loss's shares are weighted twice, although the step is right": [1.125, 0.0],
                 "every micro-batch is taken to be as large as the first": [6.0, -3.0],
                 "a step for each micro-batch, and one at the end": [2.4375, 0.0],
                 "a step for each micro-batch": [2.4375, 0.75],
