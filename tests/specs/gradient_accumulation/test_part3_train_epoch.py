@@ -43,7 +43,7 @@ class TestPart3TrainEpoch:
         Lightning-AI/pytorch-lightning#19987; timoschick/pet#36 never stepped on it.
         """
         yield ("seven micro-batches in windows of 3",)
-        yield "windows of 10", option(window=10)
+        yield "windows of 10**15", option(window=10**15)
         yield "windows of 1", option(window=1)
         yield "samples of several lengths", scenarios.sequences
         yield "the same micro-batch again", scenarios.repeated

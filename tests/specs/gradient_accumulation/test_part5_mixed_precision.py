@@ -77,6 +77,7 @@ class TestPart5MixedPrecision:
     @EPOCH.spec("bf16", "fp16")
     def test_runs_forward_and_loss_under_autocast_and_backward_outside(self):
         yield ("a plain epoch",)
+        yield "large inputs", twists.large_inputs
         own = twists.inside_its_own_autocast, tag("the caller's autocast")
         yield "inside the caller's autocast", *own
 

@@ -48,10 +48,10 @@ def of(*shapes, ignore_index=-100):
 
 
 def adapter(w):
-    """A parameter that is no part of the model is trained with it."""
+    """A parameter that is no part of the model is trained with it; logits are log-probabilities."""
     shift = w.extra["adapter"] = nn.Parameter(torch.zeros(CLASSES))
     shift.grad = torch.full_like(shift, 1000.0)
-    w.model.register_forward_hook(lambda _, args, logits: logits + shift)
+    w.model.register_forward_hook(lambda _, args, logits: (logits + shift).log_softmax(-1))
 
 
 def transposed(w):
