@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -90,10 +90,8 @@ def train_step(
         1. Parameters without a gradient in this step are not stepped.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
-        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
-           factor may be torch's.
-        4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
+        3. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
+        4. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
     _check_options(scaler, dtype, max_norm)
@@ -121,7 +119,7 @@ def train_step(
         # and clipping those would leave a step of next to nothing.
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = _total_norm(gradients, loss.device)
+    grad_norm = get_total_norm(gradients)
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, grad_norm)
 
@@ -129,10 +127,10 @@ def train_step(
     loss = loss.detach().to(torch.float32, copy=True)
     if scaler is None:
         optimizer.step()
-        return StepResult(loss, grad_norm.float(), skipped=False)
+        return StepResult(loss, grad_norm, skipped=False)
     stepped = _step(scaler, optimizer)
     scaler.update()
-    return StepResult(loss, grad_norm.float(), skipped=not stepped)
+    return StepResult(loss, grad_norm, skipped=not stepped)
 
 
 def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
@@ -156,14 +154,6 @@ def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
     finally:
         hook.remove()
     return stepped
-
-
-def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    # In float64: the square of 1e30 is no float32.
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients]
-    nothing = torch.zeros((), dtype=torch.float64, device=device)  # where nothing has a gradient
-    total: Tensor = torch.linalg.vector_norm(torch.stack([nothing, *norms]))
-    return total
 
 
 def _outside_autocast(device: str) -> AbstractContextManager[Any]:
@@ -209,7 +199,7 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: above 0, finite in float32.
+        init_scale: above 0, finite.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
@@ -220,12 +210,12 @@ class LossScaler:
     Details:
         1. Optimizers share the scale: each is skipped for its own overflow only; one update ends
            the step of all.
-        2. A float16 gradient is a ValueError: the model was cast. Other real dtypes are fine.
-        3. Huge finite gradients are no overflow; growth beyond float32 is left out.
+        2. A float16 gradient is a ValueError: the model was cast.
+        3. Huge finite gradients are no overflow.
         4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
-        6. RuntimeError: a second unscale_ or step for one optimizer between two updates (a load is
-           no update), unscale_ after its step, update before either.
+        6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
+           after its step, update before either.
     """
 
     def __init__(
@@ -249,8 +239,8 @@ class LossScaler:
         good_steps: int,
     ) -> None:
         """Check all, then set all."""
-        if not 0 < scale <= torch.finfo(torch.float32).max:
-            raise ValueError(f"the scale must be positive and finite in float32, not {scale}")
+        if not 0 < scale < math.inf:
+            raise ValueError(f"the scale must be positive and finite, not {scale}")
         if not growth_factor > 1:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
         if not 0 < backoff_factor < 1:
@@ -307,9 +297,7 @@ class LossScaler:
         else:
             self._good_steps += 1
             if self._good_steps == self._growth_interval:
-                # As far as float32 goes: beyond, every scaled loss would be infinite.
-                if self._scale * self._growth_factor <= torch.finfo(torch.float32).max:
-                    self._scale *= self._growth_factor
+                self._scale *= self._growth_factor
                 self._good_steps = 0
         self._overflow.clear()
         self._stepped.clear()
@@ -429,9 +417,8 @@ def load_checkpoint(
 
 
 def _all_finite(numbers: list[Tensor]) -> bool:
-    """Waits for the device, once for all; a model may lie on several."""
-    here = [number.to(numbers[0].device) for number in numbers]
-    return not here or bool(torch.stack(here).isfinite().all())
+    """Waits for the device, once for all."""
+    return not numbers or bool(torch.stack(numbers).isfinite().all())
 
 
 def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
@@ -470,16 +457,14 @@ class MasterWeights:
         make_optimizer: from the list of masters to an optimizer over them.
 
     Raises:
-        a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state of other masters; any error: its
-        optimizer refuses its state.
+        a trainable parameter of another dtype (with its name and dtype); a loss_scale that is not
+        positive and finite; a state of other masters; any error: its optimizer refuses its state.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
         3. A parameter without a gradient is left alone, its moments too.
-        4. Huge finite gradients are a step.
-        5. A loaded state stays as it is.
+        4. A loaded state stays as it is.
     """
 
     def __init__(
@@ -489,8 +474,6 @@ class MasterWeights:
         for name, p in trainable.items():
             if p.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} must be float16 or bfloat16, not {p.dtype}")
-        if not trainable:
-            raise ValueError(f"{type(model).__name__} has no trainable parameter")
         self._weights = list(trainable.values())
         self.masters = [p.detach().float().requires_grad_() for p in self._weights]
         self.optimizer = make_optimizer(self.masters)

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.precisions import HALVES, PRECISIONS, default_dtype, scaler_for
+from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
-from kit.laws.trace import PlantedInterrupt, Probe
-from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
+from kit.laws.trace import PlantedInterrupt
+from kit.laws.twists import fails, foreign, gradient, insert, option, put, trained_before
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import STEP, bad_options
 
@@ -28,34 +28,9 @@ def by_hand(w):
     w.batches = [(torch.tensor([[1.0], [2.0]]), torch.ones(2, 1))]
 
 
-def in_float64(w):
-    """Outputs and targets are, and so is the loss."""
-    w.model.register_forward_hook(lambda *call: call[-1].double())
-    w.batches = [(x, y.double()) for x, y in w.batches]
-
-
-def transposed(w):
-    """The last element counts of a weight that lies by columns; in float32 it has millions."""
-    size = 2049 if w.dtype == torch.float32 else 3
-    leaf = w.extra["transposed"] = nn.Parameter(torch.zeros(size, size).t())
-    w.loss = lambda out, y: mse(out, y) + 9 * leaf[-1, -1]
-
-
-def without_gradients(w):
-    """Of what the optimizer holds; in float16 GradScaler raises then."""
-    twists.unused(w)
-    if w.dtype != torch.float16:
-        w.foreign = tuple(dict(w.model.named_parameters()))
-        w.tags = {*w.tags, "nothing to learn"}
-
-
-def prompt(w):
-    """The model has no parameters; inputs are trained, a number, and a leaf without elements."""
-    w.model, w.extra["prompt"] = nn.Sequential(Probe()), nn.Parameter(draw.randn(11, 5))
-    leaf = w.extra["temperature"] = nn.Parameter(torch.tensor(1.5))
-    empty = w.extra["empty"] = nn.Parameter(torch.empty(0, 5))
-    w.loss = lambda out, y: mse(out * leaf, y) + empty.sum()
-    w.after.append(lambda w: vars(w).update(batch=(w.leaves["prompt"], w.batch[1])))
+def overflows_elsewhere(w):
+    """The gradients of another rank have overflowed, so none steps; all of this one are finite."""
+    w.after.append(lambda w: setattr(w.grad_scaler, "step", lambda optimizer: None))
 
 
 class Recomputed(nn.Linear):
@@ -75,9 +50,6 @@ class TestPart1TrainStep:
         """
         yield "w = 3", by_hand
         yield "w = 3, and the loss is overwritten afterwards", by_hand, twists.overwritten_loss
-        yield "w = 3, and outputs and targets in float64", by_hand, in_float64
-        yield "the loss is one of 1,000 numbers", twists.loss_among_others
-        yield "torch's default is bfloat16", put(inside=[lambda: default_dtype(torch.bfloat16)])
 
     @pytest.mark.exact("train_step", "autocast")
     @in_each_precision
@@ -93,7 +65,6 @@ class TestPart1TrainStep:
         """mean() of a float16 output is float16, and 65536 times it is above 65504: infinite."""
         mean = put(loss=lambda out, y: out.mean(), scaler={"init_scale": 65536.0})
         yield "a scale of 65536", mean
-        yield "a loss of 1e37", put(loss=lambda out, y: mse(out, y) + 1e37)
 
     @pytest.mark.exact("train_step", "gradients")
     @in_each_precision
@@ -114,18 +85,12 @@ class TestPart1TrainStep:
     def test_the_norm_is_over_all_that_the_optimizer_holds(self):
         yield "a group for each parameter", put(groups=True), half
         yield "tied weights", twists.tied, half
-        yield "a transposed weight", transposed, half
-        yield "nothing has a gradient", without_gradients, half
-        yield "only the inputs and a temperature are trained", prompt, half
-        twice = lambda w: w.tags.add("twice")  # noqa: E731
-        yield "a layer that joins after the first of two steps", twists.joins, twice, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision
     def test_skips_on_an_overflow_and_on_nothing_else(self):
         adam = put(adam={"lr": 0.01})
         yield "a NaN gradient, Adam", gradient(math.nan), adam, trained_before
-        yield "an infinite gradient, clipped", gradient(-math.inf), option(max_norm=1.0)
         loss = put(loss=lambda out, y: mse(out, y) + math.inf)
         yield "an infinite loss with finite gradients, Adam", loss, adam
         yield "learning rate 0", put(sgd={"lr": 0.0, "momentum": 0.9})
@@ -196,9 +161,13 @@ class TestPart1TrainStep:
     @pytest.mark.survives("train_step", "skipped")
     @STEP.spec("fp16")
     def test_skipped_is_what_any_scaler_did(self):
-        for name, scaler in SCALERS.items():
-            yield f"a scaler {name}", scaler, trained_before, half
-            yield f"a scaler {name}, overflow", scaler, trained_before, gradient(math.inf)
+        for name in ("not torch's", "with a scale that stays", "of a fused optimizer"):
+            scaler = SCALERS[name], trained_before, half
+            yield f"a scaler {name}", *scaler
+            yield f"a scaler {name}, overflow", *scaler, gradient(-math.inf)
+        name = "shared with a model that overflows"
+        yield f"a scaler {name}", SCALERS[name], trained_before
+        yield "a scaler of ranks, where another rank's overflow", overflows_elsewhere
 
     @pytest.mark.survives("train_step", 1)
     @in_each_precision
@@ -216,15 +185,6 @@ class TestPart1TrainStep:
 
     @pytest.mark.survives("train_step", 3)
     @in_each_precision
-    def test_a_huge_but_finite_gradient_is_no_overflow(self):
-        """The square of 1e30 is not a float32."""
-        yield "a gradient of 1e30", huge(1e30)
-        clipped = option(max_norm=3.0), put(sgd={"lr": 0.5}), twists.scaled(init_scale=1.0)
-        yield "a gradient of 1e30, clipped", huge(1e30), *clipped
-        yield "gradients whose norm is no float32, clipped", huge(3e38), *clipped
-
-    @pytest.mark.survives("train_step", 4)
-    @in_each_precision
     def test_dtype_holds_inside_an_autocast_of_the_caller(self):
         inside = twists.inside_autocast(torch.bfloat16)
         yield "inside bfloat16", inside
@@ -235,7 +195,7 @@ class TestPart1TrainStep:
         off = twists.inside_autocast(torch.bfloat16, enabled=False)
         yield "where it is off, inside float16", twists.inside_autocast(torch.float16), off
 
-    @pytest.mark.survives("train_step", 5)
+    @pytest.mark.survives("train_step", 4)
     @in_each_precision
     def test_an_error_comes_through_and_no_step_is_taken(self):
         """And the same call after it does what it would have done."""

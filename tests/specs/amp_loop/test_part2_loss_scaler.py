@@ -1,7 +1,7 @@
 """The hand-written scaler beside torch.amp.GradScaler, through scripts of calls."""
 
 from functools import partial
-from itertools import chain, cycle, product
+from itertools import cycle, product
 from math import inf, nan
 
 import pytest
@@ -12,39 +12,38 @@ from torch.amp import GradScaler
 from kit.laws.again import fails_once
 from kit.laws.bars import bar
 from kit.laws.checks import ERRORS, check_equal, check_raises
-from kit.laws.precisions import default_dtype
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.sequences import for_all
 from kit.laws.snapshot import Snapshot
 from kit.laws.trace import kept
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import laid_otherwise
+from specs.amp_loop.laws import held, laid_otherwise
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
 OUT_OF_RANGE = {
-    "init_scale": (0.0, -4.0, 1e39, float("inf"), nan),  # not math's own object
+    "init_scale": (0.0, -4.0, float("inf"), nan),  # not math's own object
     "growth_factor": (1.0, 0.5, nan),
     "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
     "growth_interval": (0, -1),
 }
-SIZES = (7, 4, 1)  # of an optimizer's parameters, in two groups
+SHAPES = ((7,), (2, 2), ())  # of an optimizer's parameters, in two groups
+COUNT = 7 + 4 + 1
 
 
 class Side:
     """A scaler, the optimizers a and b that it is called with, and what scripts call."""
 
-    def __init__(self, make, device, sizes=SIZES, **options):
+    def __init__(self, make, device, shapes=SHAPES, **options):
         self.make, self.device, self.loaded = make, device, None
         self.start(make(**options))
-        self.a, self.b = self.optimizer_of(sizes), self.optimizer_of(SIZES)
+        self.a, self.b = self.optimizer(shapes), self.optimizer()
 
     def start(self, scaler):
         self.scaler = scaler
         scaler.scale(torch.zeros((), device=self.device))  # GradScaler makes its scale here
 
-    def optimizer_of(self, sizes):
-        shapes = [{4: (2, 2), 1: ()}.get(n, (n,)) for n in sizes]
+    def optimizer(self, shapes=SHAPES):
         params = [nn.Parameter(torch.ones(shape, device=self.device)) for shape in shapes]
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
         return torch.optim.SGD(groups, lr=0.125, momentum=0.5)
@@ -54,14 +53,9 @@ class Side:
 
     fail = staticmethod(fails_once)
 
-    def drop(self):
-        """The optimizer b is gone, and another is there."""
-        self.b = self.optimizer_of(SIZES)
-
     def clip(self, optimizer):
-        """No infinity and no NaN is left."""
-        for p in held(optimizer):
-            p.grad.nan_to_num_(nan=0.5).clamp_(-0.5, 0.5)
+        """No infinity is left."""
+        nn.utils.clip_grad_value_(held(optimizer), 0.5)
 
     def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None):
         """True gradients of `value`, scaled; `bad` at one place, none for one parameter."""
@@ -80,8 +74,8 @@ class Side:
 
     def reload(self, kind="own"):
         """Go on with a new scaler; what the old one does after the save must not leak into it."""
-        old, state, other = self.scaler, self.state_dict(), self.optimizer_of([1])
-        held(other)[0].grad = torch.tensor(inf, device=self.device)
+        old, state, other = self.scaler, self.state_dict(), self.optimizer()
+        self.backward(other, inf)
         old.unscale_(other)
         old.update()
         new = self.make() if kind == "own" else GradScaler(self.device.type)
@@ -89,19 +83,11 @@ class Side:
         self.start(new)
         self.loaded = state
 
-    def load(self, **changed):
-        """Its own state, of which something is changed."""
-        self.scaler.load_state_dict(self.state_dict() | changed)
-
     def seen(self):
         params = [*held(self.a), *held(self.b)]
         grads = [p.grad if p.grad is None else p.grad.nan_to_num(7, 7, 7) for p in params]
         now = {"state": self.state_dict(), "the state that was loaded": self.loaded}
         return kept({**now, "weights": params, "gradients": grads})
-
-
-def held(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def beside(answer, device, name, script, options=GROWING):
@@ -117,24 +103,15 @@ def rounds(*bads, calls="step(a)"):
     return "; ".join(f"backward(a, {bad}); {calls}; update()" for bad in bads)
 
 
-def calls(st, optimizer):
-    """Calls with one optimizer between two updates: unscaled, stepped, both, or not used at all."""
-    bad = st.integers(0, sum(SIZES) - 1).map(lambda at: f", inf, at={at}")
-    missing = st.sampled_from((", missing=0", ", missing=2"))
-    first = st.builds(
-        "backward({}{}{})".format, st.just(optimizer), st.just("") | bad, st.just("") | missing
-    )
-    ways = ("step({0})", "unscale_({0}); step({0})", "unscale_({0})")
-    used = st.tuples(first, st.sampled_from([way.format(optimizer) for way in ways]))
-    return st.just(()) | used
-
-
 def scripts(st):
     """Rounds with two optimizers, of which one is used at least, and now and then a reload."""
-    used = st.tuples(calls(st, "a"), calls(st, "b")).filter(any)
-    end = st.sampled_from((("update()",), ("update()",), ("update()", "reload()")))
-    one = st.tuples(used, end).map(lambda parts: [*parts[0][0], *parts[0][1], *parts[1]])
-    return st.lists(one, min_size=1, max_size=4).map(lambda rounds: "; ".join(chain(*rounds)))
+    bads, missing = ("", ", inf", ", inf, at=8"), ("", ", missing=0", ", missing=2")
+    ways = "step({0})", "unscale_({0}); step({0})", "unscale_({0})"
+    calls = [f"backward({{0}}{''.join(b)}); {way}; " for *b, way in product(bads, missing, ways)]
+    one = lambda name: st.sampled_from(["", *(call.format(name) for call in calls)])  # noqa: E731
+    both = st.tuples(one("a"), one("b")).filter(any).map("".join)
+    end = st.sampled_from(("update()", "update()", "update(); reload()"))
+    return st.lists(st.tuples(both, end).map("".join), min_size=1, max_size=4).map("; ".join)
 
 
 class TestPart2LossScaler:
@@ -151,29 +128,13 @@ class TestPart2LossScaler:
         for dtype in ("float32", "bfloat16", "float16", "float64"):
             for scale in (70001.0, 1.0):
                 yield f"{dtype}, scale {scale}", f"scaled({dtype!r})", {"init_scale": scale}
-        with default_dtype(torch.bfloat16):
-            yield "torch's default is bfloat16", "scaled('float32')", {"init_scale": 70001.0}
 
     @pytest.mark.exact("LossScaler", "unscale_")
     @agrees("not every element of every gradient is looked at")
     def test_finds_an_overflow_anywhere(self):
         """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
-        for at, bad in zip(range(sum(SIZES)), cycle((inf, -inf, nan))):
+        for at, bad in zip(range(COUNT), cycle((inf, -inf, nan))):
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
-        long = {"sizes": (7, 4, 2**22 + 7)}
-        yield "inf at the last of many", "backward(a, inf, at=-1); step(a); update()", long
-
-    @pytest.mark.gpu
-    @pytest.mark.exact("LossScaler", "unscale_")
-    def test_finds_an_overflow_on_every_device(self, answer, device):
-        """A model may have its embedding on the CPU."""
-        for grads, stepped in (((6, 6), 0.90625), ((inf, 6), 1.0), ((6, inf), 1.0)):
-            weights = [torch.ones(3, device=device), torch.ones(2)]
-            for weight, grad in zip(weights, grads, strict=True):
-                weight.grad = torch.full_like(weight, grad)
-            answer.LossScaler(8.0).step(torch.optim.SGD(weights, lr=0.125))
-            got, what = [float(w[-1]) for w in weights], f"weights after gradients of {grads}"
-            check_equal(got, [stepped] * 2, what, cause="gradients of one device are looked at")
 
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
@@ -201,29 +162,26 @@ class TestPart2LossScaler:
         for loads in ("reload()", "reload('torch')", "reload('torch'); reload()"):
             yield loads, f"{before}; {loads}; {after}", options
         yield "the defaults", "update()", {}
-        many = "load(_growth_tracker=5); "  # as where the interval was lowered afterwards
-        yield "more good steps than the interval", many + rounds(inf, None, None, None)
 
     @pytest.mark.saves("LossScaler", 4)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     @bar(
         "peak of unscale_ above its baseline",
         "3 x one gradient of eight",
-        "gradients are divided into copies, widened, or joined into one long tensor",
+        "gradients are divided into copies, or joined into one long tensor",
     )
-    def test_unscales_in_place(self, device, dtype):
-        """Of eight gradients of G bytes isfinite() of one takes 1.75 G, 2.5 G in bfloat16."""
+    def test_unscales_in_place(self, device):
+        """Of eight gradients of G bytes isfinite() of one takes 1.75 G."""
         size = 64 * 1024
 
         def peak(module):
-            params = [nn.Parameter(torch.ones(size, device=device, dtype=dtype)) for _ in range(8)]
+            params = [nn.Parameter(torch.ones(size, device=device)) for _ in range(8)]
             optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
             for p in params:
                 p.grad = torch.full_like(p, 4.0)
             scaler, known = module.LossScaler(), [optimizer, *params, *(p.grad for p in params)]
             return measure(lambda: scaler.unscale_(optimizer), device, known=known).above_baseline
 
-        return peak, 3 * dtype.itemsize * size, 8 * dtype.itemsize * size
+        return peak, 3 * 4 * size, 8 * 4 * size
 
     @pytest.mark.survives("LossScaler", 1)
     @agrees("overflows, or good steps, are kept for all together or for the last one only")
@@ -232,8 +190,6 @@ class TestPart2LossScaler:
         once = "backward(a, {}); backward(b, {}); step({}); step({}); update()".format
         for *bads, order in product((None, inf), (None, inf), ("ab", "ba")):
             yield f"{bads}, {order}", f"{once(*bads, *order)}; {once(None, None, *order)}"
-        gone = "backward(b, inf); step(b); drop(); backward(a); step(a); update()"
-        yield "one that is gone before the update", gone
 
     @pytest.mark.survives("LossScaler", 1)
     def test_tracks_gradscaler_through_other_scripts(self, answer, device):
@@ -250,11 +206,10 @@ class TestPart2LossScaler:
     @pytest.mark.survives("LossScaler", 2)
     def test_refuses_float16_gradients(self, answer, device):
         """They mean a model that was cast: divided in float16, small gradients underflow again."""
-        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        dtypes = torch.float32, torch.float16
         params = [nn.Parameter(torch.ones(3, dtype=dtype, device=device)) for dtype in dtypes]
         for p in params:
             p.grad = torch.full_like(p, 6.0)
-        params[1].grad *= 1e300  # is finite in float64
         scaler, optimizer = answer.LossScaler(init_scale=8.0), torch.optim.SGD(params, lr=1.0)
         before, unscale = Snapshot(nn.ParameterList(params), optimizer), scaler.unscale_
         check_raises(
@@ -262,26 +217,14 @@ class TestPart2LossScaler:
         )
         cause = "divided before it was checked"
         before.check_unchanged("the refused call", cause=cause, clause=ERRORS)
-        cause = "the refused call has left a trace, or all but float32 is refused or narrowed"
+        cause = "the refused call has left a trace"
         check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
-        params[3].grad = None
-        for overflowed in (None, *params[:3]):
-            if overflowed is not None:
-                for p in params[:3]:
-                    p.grad = torch.full_like(p, inf if p is overflowed else 6.0)
-                scaler.update()
-                cause = f"a gradient of {overflowed.dtype} is divided, but not looked at"
-            scaler.step(optimizer)
-            got, want = [p.detach()[-1].item() for p in params], [0.25, 1 - 6e300 / 8, 0.25, 1.0]
-            check_equal(got, want, "weights of four dtypes", cause=cause)
 
     @pytest.mark.survives("LossScaler", 3)
-    @agrees("a sum or a norm is looked at, or good steps are counted on after a growth left out")
+    @agrees("a sum or a norm is looked at")
     def test_huge_but_finite_gradients_are_no_overflow(self):
         """Four times 3e38 is above float32's largest; each of them is not."""
         yield "3e38", "backward(a, value=1.5e38); step(a); update()", {"init_scale": 2.0}
-        largest = {"init_scale": 2.0**126, "growth_interval": 1}
-        yield "growing to the end of float32", rounds(None, None, None), largest
 
     @pytest.mark.survives("LossScaler", 5)
     @agrees("a parameter without a gradient is stepped, or ends the step")
@@ -289,14 +232,13 @@ class TestPart2LossScaler:
         for missing, bad in product(range(3), (None, inf)):
             middle = f"backward(a, {bad}, missing={missing}); step(a); update()"
             yield f"none for {missing}, {bad}", f"{rounds(None)}; {middle}; {rounds(None)}"
-        yield "no elements", rounds(None, inf, None), GROWING | {"sizes": (7, 0, 4)}
+        yield "no elements", rounds(None, inf, None), GROWING | {"shapes": ((7,), (0, 2), ())}
 
     @pytest.mark.survives("LossScaler", 6)
     @agrees("what was done since the last update is not kept for each optimizer")
     def test_refuses_calls_out_of_order(self):
-        """Any two calls, after an overflow too; with a step, an update or a load between."""
-        loaded = "load_state_dict(side.state_dict()); "
-        for bad, between in product((None, inf), ("", "step(b); ", "update(); ", loaded)):
+        """Any two calls, after an overflow too; with a step of another or an update between."""
+        for bad, between in product((None, inf), ("", "step(b); ", "update(); ")):
             for first, last in product(("unscale_(a)", "step(a)", "update()"), repeat=2):
                 script = f"backward(a, {bad}); backward(b); {first}; {between}{last}"
                 yield f"{first}; {between}{last}, {bad}", script

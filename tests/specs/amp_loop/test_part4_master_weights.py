@@ -16,7 +16,7 @@ from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.masters import ADAM, GROUPS, SGD, SMALL, History, Side, agrees, layer, tangled
+from specs.amp_loop.masters import ADAM, GROUPS, SGD, SMALL, Side, agrees, layer, tangled
 
 
 class TestPart4MasterWeights:
@@ -38,11 +38,10 @@ class TestPart4MasterWeights:
             name = f"a gradient of {bad}, then {call}".removesuffix(", then ").removesuffix("; ")
             yield f"SGD, {name}", script, SGD, partial(layer, torch.float16)
             yield f"Adam, {name}", script, ADAM
-        each = enumerate((inf, -inf, nan, inf, nan), 1)  # the first is empty
+        each = enumerate((inf, -inf, nan, inf, nan))
         script = "; ".join(f"backward(1, {bad}, at={at}); step()" for at, bad in each)
         yield "an overflow in one parameter after the other", f"{script}; step()", SGD, tangled
-        with torch.no_grad():
-            yield "under the caller's no_grad", "backward(); step(); backward(inf); step()"
+        yield "3e38 / 2**-8 is an infinity", "backward(3e38); step(2**-8)"
 
     @pytest.mark.exact("MasterWeights", "masters")
     @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
@@ -100,7 +99,7 @@ class TestPart4MasterWeights:
             yield f"scale {scale}", script, ADAM, partial(layer, torch.float16)
 
     @pytest.mark.survives("MasterWeights", 2)
-    @agrees("frozen parameters have no master, a tied or empty one has one, in the model's order")
+    @agrees("frozen parameters have no master, a tied one has one, in the model's order")
     def test_trains_a_model_with_frozen_and_tied_parameters(self):
         for call in ("zero_grad()", "reload()"):
             script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
@@ -120,20 +119,11 @@ class TestPart4MasterWeights:
         yield "the weight is frozen meanwhile", script
 
     @pytest.mark.survives("MasterWeights", 4)
-    @agrees("the sum or the norm of a gradient is looked at, or the 16-bit gradient")
-    def test_huge_but_finite_gradients_are_a_step(self):
-        """3e38 is a step; divided by 2**-8 it is an infinity."""
-        for scale in ("1.0", "65536.0", "2**-8"):
-            yield f"scale {scale}", f"backward(3e38); step({scale})"
-
-    @pytest.mark.survives("MasterWeights", 5)
     @agrees("masters or moments that were loaded are those of the file, not copies")
     def test_a_loaded_state_is_copied(self):
         script = "backward(); step(); reload(); backward(); step(); loaded()"
-        history = partial(History, lr=0.125, momentum=0.5)
-        for name, optimizer in {"Adam": ADAM, "groups": GROUPS, "a history": history}.items():
-            yield f"a step after a load, {name}", script, optimizer
-        yield "frozen and tied", script, SGD, tangled
+        yield "a step after a load, Adam", script, ADAM
+        yield "a step after a load, groups", script, GROUPS
 
     @pytest.mark.survives("MasterWeights", "Raises")
     @agrees("no check refuses this input, or too late")
@@ -145,14 +135,11 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer):
-        """Nor one that has nothing to train, where the optimizer has a parameter of its own."""
-        make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
+        """Nor one of which only the first layer is."""
         mixed = nn.Sequential(layer(), nn.LayerNorm(3))
-        narrow = nn.Linear(3, 3).to(torch.float8_e5m2)
-        cases = (mixed, ["1.weight", "float32"]), (narrow, ["weight", "float8"]), (nn.ReLU(), [])
-        for model, words in cases:
-            call = partial(answer.MasterWeights, model, make)
-            check_raises(call, ValueError, mentions=words, when=f"for {model}")
+        for model, name in (nn.Linear(5, 3), "weight"), (mixed, "1.weight"):
+            call = partial(answer.MasterWeights, model, SGD)
+            check_raises(call, ValueError, mentions=[name, "float32"], when=f"for {model}")
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_state_of_other_masters_or_another_optimizer(self, answer):
@@ -165,23 +152,15 @@ class TestPart4MasterWeights:
         side, saved = Side(answer.MasterWeights, layer, ADAM), saved_with(ADAM)
         before, others = side.seen(), {}
         for what, make in {"a state of two groups": GROUPS, "a state of SGD": SGD}.items():
-            others[what] = {"optimizer": saved_with(make)["optimizer"]}
-        for shapes in ([(3, 5)], [(3, 5)] * 4, [(3, 5), (1,)], [(5,), (3,)], [(5, 3), (3,)]):
+            others[what] = {"optimizer": saved_with(make)["optimizer"]}, Exception, []
+        masters = ([(3, 5)], []), ([(3, 5), (1,)], ["1,"]), ([(5, 3), (3,)], ["5, 3"])
+        for shapes, named in masters:
             bad = {"masters": [*map(torch.zeros, shapes)]}
-            others[f"masters of {shapes}, not (3, 5) and (3,)"] = bad
-        for what, bad in others.items():
+            others[f"masters of {shapes}, not (3, 5) and (3,)"] = bad, ValueError, named
+        for what, (bad, errors, named) in others.items():
             call = partial(side.load_state_dict, saved | bad)
-            errors, named = (ValueError if "masters" in bad else Exception), []
-            if len(shapes := [m.shape for m in bad.get("masters", ())]) == 2:
-                first = next(shape for shape in shapes if shape not in [(3, 5), (3,)])
-                named = [", ".join(map(str, first))]
             cause = "shapes are not compared: only a number of masters, or of elements, or nothing"
             check_raises(call, errors, mentions=named, when=f"for {what}", cause=cause)
             cause = "masters are checked too late, or something is loaded before another refuses"
-            check_equal(
-                side.seen(),
-                before,
-                f"the trainer that has refused {what}",
-                cause=cause,
-                clause=ERRORS,
-            )
+            told = f"the trainer that has refused {what}"
+            check_equal(side.seen(), before, told, cause=cause, clause=ERRORS)
