@@ -70,7 +70,7 @@ def train_step(
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler skipped the step, even if its scale stays
-        memory     activations in 16 bits; no output during backward(); no copied weights stay
+        memory     activations in 16 bits; no output during backward()
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 

@@ -32,10 +32,7 @@ def layer(dtype=torch.bfloat16):
 
 
 def tangled():
-    """A frozen float32 layer with a NaN for a gradient, two bfloat16 ones, tied, and a float16 one.
-
-    And a weight without dimensions, and a frozen one.
-    """
+    """A frozen float32 layer with a NaN gradient, tied bfloat16 ones, a float16 one, a number."""
     draw.seed(4)
     frozen, one, other, last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
     frozen.requires_grad_(False).weight.grad = torch.full((5,), nan)
@@ -126,9 +123,7 @@ class Side:
 
     def seen(self):
         plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())
-        grads = {
-            name: p.grad for name, p in params.items() if p.requires_grad and p.grad is not None
-        }
+        grads = {n: p.grad for n, p in params.items() if p.requires_grad and p.grad is not None}
         seen = {
             "weights": {name: p.detach() for name, p in params.items()},
             "16-bit gradients": {name: g.nan_to_num(nan=7.0) for name, g in grads.items()},
@@ -136,9 +131,7 @@ class Side:
             "requires_grad": [(m.is_leaf, m.requires_grad) for m in self.masters],
             "masters in the optimizer": [*map(id, held(self.optimizer))]
             == [*map(id, self.masters)],
-            "float32 gradients kept between steps": [
-                m.grad is not None and not plain for m in self.masters
-            ],
+            "float32 gradients kept": [m.grad is not None and not plain for m in self.masters],
             "optimizer": self.optimizer.state_dict(),
             "views of the weights": self.views,
         }

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from kit.laws.again import fails_once
 from kit.laws.bars import bar
 from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.scenarios import scenarios
@@ -50,8 +49,6 @@ class Side:
 
     def __getattr__(self, name):  # unscale_, step, update
         return getattr(self.scaler, name)
-
-    fail = staticmethod(fails_once)
 
     def clip(self, optimizer):
         """No infinity is left."""
@@ -198,7 +195,6 @@ class TestPart2LossScaler:
         def check_script(script):
             got, want = beside(answer, device, "", script)
             cause = "something is kept for longer than to the next update, or not as long"
-            cause += ", or for one of two optimizers only"
             check_equal(got, want, "LossScaler", cause=cause)
 
         for_all(scripts, check_script, examples=15)
@@ -242,9 +238,6 @@ class TestPart2LossScaler:
             for first, last in product(("unscale_(a)", "step(a)", "update()"), repeat=2):
                 script = f"backward(a, {bad}); backward(b); {first}; {between}{last}"
                 yield f"{first}; {between}{last}, {bad}", script
-        for done in ("", "unscale_(a); "):
-            script = f"backward(a); {done}fail(a); step(a); update(); {rounds(None)}"
-            yield f"{done}the optimizer fails", script
 
     @pytest.mark.survives("LossScaler", "Raises")
     def test_refuses_options_out_of_range(self, answer):

@@ -11,7 +11,6 @@ from torch import nn
 
 from kit.laws.bars import bar
 from kit.laws.checks import ERRORS, check_equal, check_raises
-from kit.laws.precisions import default_dtype
 from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
@@ -48,8 +47,6 @@ class TestPart4MasterWeights:
     def test_masters_are_float32_leaves(self):
         script = "backward(); step(); reload(); backward(); step()"
         yield "in groups", script, GROUPS
-        with default_dtype(torch.bfloat16):
-            yield "torch's default dtype is bfloat16", script, ADAM
         script = "backward(); step(); fail(); load(); step(); step()"
         yield "after a load, with a hook on the optimizer", script, ADAM
 
@@ -114,9 +111,6 @@ class TestPart4MasterWeights:
             script = f"backward(); step(); backward(1, {bad}); step(); {again}"
             name = f"{'an overflow' if bad else 'a step'}{call and ', a reload'}"
             yield f"{name}, then none for parameter {missing}", script, (SGD, ADAM)[missing]
-        freeze = "model.weight.requires_grad_(False)"
-        script = f"backward(); step(); {freeze}; zero_grad(); backward(-0.5); step()"
-        yield "the weight is frozen meanwhile", script
 
     @pytest.mark.survives("MasterWeights", 4)
     @agrees("masters or moments that were loaded are those of the file, not copies")
