@@ -65,7 +65,7 @@ def train_step(
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler skipped the step, even if its scale stays
-        memory     activations in 16 bits; no output during backward(); no copied weights stay
+        memory     activations in 16 bits; no output during backward()
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
@@ -85,10 +85,8 @@ def train_step(
         1. Parameters without a gradient in this step are not stepped.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
-        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
-           factor may be torch's.
-        4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
+        3. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
+        4. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
     raise NotImplementedError
@@ -110,7 +108,7 @@ class LossScaler:
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
     Args:
-        init_scale: above 0, finite in float32.
+        init_scale: above 0, finite.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: at least 1.
@@ -121,12 +119,12 @@ class LossScaler:
     Details:
         1. Optimizers share the scale: each is skipped for its own overflow only; one update ends
            the step of all.
-        2. A float16 gradient is a ValueError: the model was cast. Other real dtypes are fine.
-        3. Huge finite gradients are no overflow; growth beyond float32 is left out.
+        2. A float16 gradient is a ValueError: the model was cast.
+        3. Huge finite gradients are no overflow.
         4. unscale_ takes less memory than three times the largest gradient.
         5. A parameter without a gradient is left alone.
-        6. RuntimeError: a second unscale_ or step for one optimizer between two updates (a load is
-           no update), unscale_ after its step, update before either.
+        6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
+           after its step, update before either.
     """
 
     def __init__(
@@ -247,16 +245,14 @@ class MasterWeights:
         make_optimizer: from the list of masters to an optimizer over them.
 
     Raises:
-        a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state of other masters; any error: its
-        optimizer refuses its state.
+        a trainable parameter of another dtype (with its name and dtype); a loss_scale that is not
+        positive and finite; a state of other masters; any error: its optimizer refuses its state.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
         2. A frozen parameter has no master and may have any dtype. A tied one has one master.
         3. A parameter without a gradient is left alone, its moments too.
-        4. Huge finite gradients are a step.
-        5. A loaded state stays as it is.
+        4. A loaded state stays as it is.
     """
 
     def __init__(
@@ -281,4 +277,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub f5810abac6b0
+# untouched stub 8fa435eadcba
