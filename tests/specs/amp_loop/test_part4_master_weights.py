@@ -147,7 +147,7 @@ class TestPart4MasterWeights:
         before, others = side.seen(), {}
         for what, make in {"a state of two groups": GROUPS, "a state of SGD": SGD}.items():
             others[what] = {"optimizer": saved_with(make)["optimizer"]}, Exception, []
-        masters = ([(3, 5)], []), ([(3, 5), (1,)], ["1,"]), ([(5, 3), (3,)], ["5, 3"])
+        masters = ([(3, 5)], []), ([(3, 5), (1,)], ["1"]), ([(5, 3), (3,)], ["5, 3"])
         for shapes, named in masters:
             bad = {"masters": [*map(torch.zeros, shapes)]}
             others[f"masters of {shapes}, not (3, 5) and (3,)"] = bad, ValueError, named
