@@ -65,7 +65,7 @@ def train_step(
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler skipped the step, even if its scale stays
-        memory     activations in 16 bits; no output during backward()
+        memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
@@ -85,8 +85,10 @@ def train_step(
         1. Parameters without a gradient in this step are not stepped.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
-        3. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
-        4. An error in model, loss or optimizer comes through; the scaler counts no step, and the
+        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
+           factor may be torch's.
+        4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
+        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
     raise NotImplementedError
@@ -245,8 +247,9 @@ class MasterWeights:
         make_optimizer: from the list of masters to an optimizer over them.
 
     Raises:
-        a trainable parameter of another dtype (with its name and dtype); a loss_scale that is not
-        positive and finite; a state of other masters; any error: its optimizer refuses its state.
+        a trainable parameter of another dtype (with its name and dtype), or none at all; a
+        loss_scale that is not positive and finite; a state of other masters; any error: its
+        optimizer refuses its state.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
@@ -277,4 +280,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 8fa435eadcba
+# untouched stub 8f5dbed082af

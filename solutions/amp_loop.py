@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -70,7 +70,7 @@ def train_step(
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over all that `optimizer` holds, before clipping
         skipped    whether the scaler skipped the step, even if its scale stays
-        memory     activations in 16 bits; no output during backward()
+        memory     activations in 16 bits; no output during backward(); no copied weights stay
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
@@ -90,8 +90,10 @@ def train_step(
         1. Parameters without a gradient in this step are not stepped.
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
-        3. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
-        4. An error in model, loss or optimizer comes through; the scaler counts no step, and the
+        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
+           factor may be torch's.
+        4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
+        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
     _check_options(scaler, dtype, max_norm)
@@ -119,7 +121,7 @@ def train_step(
         # and clipping those would leave a step of next to nothing.
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = get_total_norm(gradients)
+    grad_norm = _total_norm(gradients, loss.device)
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, grad_norm)
 
@@ -127,10 +129,10 @@ def train_step(
     loss = loss.detach().to(torch.float32, copy=True)
     if scaler is None:
         optimizer.step()
-        return StepResult(loss, grad_norm, skipped=False)
+        return StepResult(loss, grad_norm.float(), skipped=False)
     stepped = _step(scaler, optimizer)
     scaler.update()
-    return StepResult(loss, grad_norm, skipped=not stepped)
+    return StepResult(loss, grad_norm.float(), skipped=not stepped)
 
 
 def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
@@ -154,6 +156,14 @@ def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
     finally:
         hook.remove()
     return stepped
+
+
+def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    # In float64: the square of 1e30 is no float32.
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients]
+    nothing = torch.zeros((), dtype=torch.float64, device=device)  # where nothing has a gradient
+    total: Tensor = torch.linalg.vector_norm(torch.stack([nothing, *norms]))
+    return total
 
 
 def _outside_autocast(device: str) -> AbstractContextManager[Any]:
@@ -457,8 +467,9 @@ class MasterWeights:
         make_optimizer: from the list of masters to an optimizer over them.
 
     Raises:
-        a trainable parameter of another dtype (with its name and dtype); a loss_scale that is not
-        positive and finite; a state of other masters; any error: its optimizer refuses its state.
+        a trainable parameter of another dtype (with its name and dtype), or none at all; a
+        loss_scale that is not positive and finite; a state of other masters; any error: its
+        optimizer refuses its state.
 
     Details:
         1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
@@ -474,6 +485,8 @@ class MasterWeights:
         for name, p in trainable.items():
             if p.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} must be float16 or bfloat16, not {p.dtype}")
+        if not trainable:
+            raise ValueError(f"{type(model).__name__} has no trainable parameter")
         self._weights = list(trainable.values())
         self.masters = [p.detach().float().requires_grad_() for p in self._weights]
         self.optimizer = make_optimizer(self.masters)

@@ -14,7 +14,7 @@ from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
 from kit.laws.trace import PlantedInterrupt
-from kit.laws.twists import fails, foreign, gradient, insert, option, put, trained_before
+from kit.laws.twists import fails, foreign, gradient, huge, insert, option, put, trained_before
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import STEP, bad_options
 
@@ -139,6 +139,24 @@ class TestPart1TrainStep:
 
         return peak, 3.25 * logits + 3 * weight, 4 * logits + 3 * weight
 
+    @pytest.mark.saves("train_step", "memory")
+    @HALVES
+    @bar(
+        "gradients and optimizer state after a step",
+        "what float32 holds + 5 %",
+        "a second copy of the weights is kept, or of the gradients",
+    )
+    def test_leaves_the_bytes_of_state_as_they_are(self, device, dtype, reference):
+        """Gradients and Adam's moments: 12 bytes a parameter. A 16-bit copy would be 17 % more."""
+
+        def state(module, dtype=dtype):
+            model = mlp(64, 96, 32, device=device)
+            batch = draw.randn(9, 64, device=device), draw.randn(9, 32, device=device)
+            return measured_step(module, model, batch, mse, dtype, torch.optim.Adam).retained
+
+        plain = state(reference, torch.float32)
+        return state, 1.05 * plain, plain
+
     @pytest.mark.survives("train_step", "skipped")
     @STEP.spec("fp16")
     def test_skipped_is_what_any_scaler_did(self):
@@ -165,6 +183,15 @@ class TestPart1TrainStep:
 
     @pytest.mark.survives("train_step", 3)
     @in_each_precision
+    def test_a_huge_but_finite_gradient_is_no_overflow(self):
+        """The square of 1e30 is not a float32."""
+        yield "a gradient of 1e30", huge(1e30)
+        clipped = option(max_norm=3.0), put(sgd={"lr": 0.5}), twists.scaled(init_scale=1.0)
+        yield "a gradient of 1e30, clipped", huge(1e30), *clipped
+        yield "gradients whose norm is no float32, clipped", huge(3e38), *clipped
+
+    @pytest.mark.survives("train_step", 4)
+    @in_each_precision
     def test_dtype_holds_inside_an_autocast_of_the_caller(self):
         inside = twists.inside_autocast(torch.bfloat16)
         yield "inside bfloat16", inside
@@ -173,7 +200,7 @@ class TestPart1TrainStep:
         again = insert(lambda: Recomputed(13, 13))
         yield "a layer that runs again", again, twists.inside_its_own_autocast
 
-    @pytest.mark.survives("train_step", 4)
+    @pytest.mark.survives("train_step", 5)
     @in_each_precision
     def test_an_error_comes_through_and_no_step_is_taken(self):
         """And the same call after it does what it would have done."""
@@ -192,8 +219,8 @@ class TestPart1TrainStep:
             yield name, *twists.refused(twist, mentions=[named])
 
 
-def measured_step(module, model, batch, loss, dtype):
-    optimizer, device = torch.optim.SGD(model.parameters(), lr=0.01), batch[0].device
+def measured_step(module, model, batch, loss, dtype, optimizer=torch.optim.SGD):
+    optimizer, device = optimizer(model.parameters(), lr=0.01), batch[0].device
     scaler = scaler_for(dtype, device)
     step = lambda: module.train_step(model, batch, loss, optimizer, scaler, dtype=dtype)  # noqa: E731
     return measure(step, device, known=[model, optimizer, *batch])

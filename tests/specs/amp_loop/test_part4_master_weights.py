@@ -129,11 +129,12 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer):
-        """Nor one of which only the first layer is."""
+        """Nor one that has nothing to train, where the optimizer has a parameter of its own."""
+        make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
         mixed = nn.Sequential(layer(), nn.LayerNorm(3))
-        for model, name in (nn.Linear(5, 3), "weight"), (mixed, "1.weight"):
-            call = partial(answer.MasterWeights, model, SGD)
-            check_raises(call, ValueError, mentions=[name, "float32"], when=f"for {model}")
+        for model, words in (mixed, ["1.weight", "float32"]), (nn.ReLU(), []):
+            call = partial(answer.MasterWeights, model, make)
+            check_raises(call, ValueError, mentions=words, when=f"for {model}")
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_state_of_other_masters_or_another_optimizer(self, answer):
