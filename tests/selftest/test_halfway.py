@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from kit.answers.catalogue import catalogue
 from kit.catalog import ROOT, find_kata
+from selftest.tiny import Repository
 
 NO_BFLOAT16 = {"if dtype != torch.float32:\n        # Between": "if False:\n        # Between"}
 NO_CHECKPOINT = {"if checkpoint and block not in inner": "if False and block not in inner"}
@@ -41,17 +39,13 @@ NO_PRECISIONS = {
 }
 
 
+HERE = Repository(ROOT)
+
+
 def judged(answer: Path, name: str, part: int) -> Any:
     """The verdict on a part."""
-    command = [sys.executable, "-m", "desk", "kata", name, str(part)]
-    done = subprocess.run(
-        [*command, "--answers", str(answer), "--json"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    (verdict,) = json.loads(done.stdout)["verdicts"]
+    _, out = HERE.desk("kata", name, str(part), "--answers", str(answer), "--json")
+    (verdict,) = json.loads(out)["verdicts"]
     return verdict
 
 

@@ -206,12 +206,64 @@ def row_of(name: str) -> str:
     return _ROW.format(name=name, title=name.replace("_", " ").capitalize())
 
 
-class House:
-    """A repository in a temporary folder."""
+class Repository:
+    """A repository, and one process for many commands in it, so that torch is imported once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._host: subprocess.Popen[str] | None = None
+
+    def start(
+        self, *arguments: str, new_group: bool = False, **variables: str
+    ) -> subprocess.Popen[str]:
+        """`python -m ...` at home in this repository."""
+        return self._popen("-m", *arguments, new_group=new_group, **variables)
+
+    def _popen(
+        self, *arguments: str, new_group: bool = False, stdin: int | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
+        env = {k: v for k, v in os.environ.items() if k != "FORCE_COLOR" and "PYTEST" not in k}
+        env |= {"PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.root,
+            env=env,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            start_new_session=new_group,
+        )
+
+    def run(self, *arguments: str, **variables: str) -> Result:
+        """Its exit code and everything that it printed."""
+        process = self.start(*arguments, **variables)
+        out, _ = process.communicate(timeout=600)  # the specs' own limits end it
+        return process.returncode, out
+
+    def desk(self, *arguments: str, **variables: str) -> Result:
+        """`python -m desk ...`, but in the one process."""
+        line = json.dumps({"words": arguments, "variables": variables}) + "\n"
+        while True:
+            if self._host is None or self._host.poll() is not None:
+                self._host = self._popen(desk_host.__file__, stdin=subprocess.PIPE)
+            with suppress(BrokenPipeError):  # it has just left, for nobody asked for long
+                self._host.stdin.write(line)
+                self._host.stdin.flush()
+            if answer := self._host.stdout.readline():
+                return tuple(json.loads(answer))
+            self._host.wait()
+
+    def pytest(self, *arguments: str) -> Result:
+        """`python -m pytest ...`, but in a fork of the same warm process as the desk's verdicts."""
+        return self.desk("pytest", *arguments)
+
+
+class House(Repository):
+    """A small one in a temporary folder."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
         for folder in ("kit", "desk"):
             self._copy(folder)
         shutil.copy(ROOT / "tests" / "conftest.py", root / "tests")
@@ -247,47 +299,6 @@ class House:
         file.write_text(text, encoding="utf-8")
         return file
 
-    def start(
-        self, *arguments: str, new_group: bool = False, **variables: str
-    ) -> subprocess.Popen[str]:
-        """`python -m ...` at home in this house."""
-        return self._popen("-m", *arguments, new_group=new_group, **variables)
-
-    def _popen(
-        self, *arguments: str, new_group: bool = False, stdin: int | None = None, **variables: str
-    ) -> subprocess.Popen[str]:
-        env = {k: v for k, v in os.environ.items() if k != "FORCE_COLOR" and "PYTEST" not in k}
-        env |= {"PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=self.root,
-            env=env,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            start_new_session=new_group,
-        )
-
-    def run(self, *arguments: str, **variables: str) -> Result:
-        """Its exit code and everything that it printed."""
-        process = self.start(*arguments, **variables)
-        out, _ = process.communicate(timeout=600)  # the specs' own limits end it
-        return process.returncode, out
-
-    def desk(self, *arguments: str, **variables: str) -> Result:
-        """`python -m desk ...`, but in one process for all the commands of this house."""
-        line = json.dumps({"words": arguments, "variables": variables}) + "\n"
-        while True:
-            if self._host is None or self._host.poll() is not None:
-                self._host = self._popen(desk_host.__file__, stdin=subprocess.PIPE)
-            with suppress(BrokenPipeError):  # it has just left, for nobody asked for long
-                self._host.stdin.write(line)
-                self._host.stdin.flush()
-            if answer := self._host.stdout.readline():
-                return tuple(json.loads(answer))
-            self._host.wait()
-
 
 Result = tuple[int, str]
 
@@ -310,7 +321,10 @@ def wait_for(is_so: Callable[[], object]) -> None:
 
 @cache
 def house() -> House:
-    """One house for all tests that change nothing of its kata tiny_mean; they may add others."""
+    """One house for all tests that change nothing of its kata tiny_mean; they may add others.
+
+    So which kata is in hand there nobody knows.
+    """
     home = House(new_folder())
     home.add_kata("tiny_mean")
     home.add_plan_and_timeline()
