@@ -20,9 +20,8 @@ from selftest.tiny import (
     THREE,
     TOTAL,
     VARIANTS,
-    House,
     entry,
-    new_folder,
+    house,
 )
 
 KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
@@ -191,8 +190,7 @@ def test_a_function_leads_to_private_definitions() -> None:
 
 @pytest.mark.timeout(300)
 def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
+    house().add_kata("caught")
     crash = "return 1 / 0"
     entries = [
         entry("harmless", "return math.fsum([*values, start])", f"{THREE}: the mean"),
@@ -205,9 +203,9 @@ def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
         VARIANTS,
         entry("no_variant", crash),
     ]
-    home.write("tests/mistakes/tiny_mean.md", MISTAKES + "".join(entries))
-    proof = ("tests/specs", "--answers=right,mistakes", "-q", "-rA", "-p", "no:randomly")
-    code, out = home.run("pytest", *proof)
+    house().write("tests/mistakes/caught.md", MISTAKES + "".join(entries))
+    proof = ("tests/specs/caught", "--answers=right,mistakes", "-q", "-rA", "-p", "no:randomly")
+    code, out = house().pytest(*proof)
     assert code == 1
     ends = {(name, end) for end, name in re.findall(r"^(PASSED|FAILED|ERROR) \S*/(\w+)", out, re.M)}
     assert ends >= {
@@ -225,19 +223,18 @@ def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
     assert ("start_last", "FAILED") not in ends
     assert "the spec accepts mistakes/harmless: Believed of harmless." in out
     assert "mistakes/other_reason is caught, but not for the reason that it names" in out
-    assert re.search(r"tiny_mean\.md:\d+: no spec has the case test_is_the_sum.*\[four\]", out)
+    assert re.search(r"caught\.md:\d+: no spec has the case test_is_the_sum.*\[four\]", out)
     assert "the cause is named" not in out  # no mark says what its spec is about
 
 
 @pytest.mark.timeout(300)
 def test_the_proof_fails_where_too_few_causes_are_named():
     """The first mistake of the tiny kata is caught without its cause."""
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
+    house().add_kata("causes")
     specs = re.sub(r"(@pytest\.mark\.(works|survives))", r'\1("mean", 1)', SPECS_1)
-    home.write("tests/specs/tiny_mean/test_part1_mean.py", specs)
-    code, out = home.run("pytest", "tests/specs", "--answers=mistakes", "-q")
+    house().write("tests/specs/causes/test_part1_mean.py", specs)
+    code, out = house().pytest("tests/specs/causes", "--answers=mistakes", "-q")
     assert code == 1
     assert "\n2 passed" in out
-    assert "\ntiny_mean: the cause is named in 1 of 2 mistakes (50 %)\n" in out
-    assert re.search(r"\nFAILED tiny_mean: fewer than 80 % .* these have not: forgets_one\n", out)
+    assert "\ncauses: the cause is named in 1 of 2 mistakes (50 %)\n" in out
+    assert re.search(r"\nFAILED causes: fewer than 80 % .* these have not: forgets_one\n", out)

@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "untouched": (schema.Judged, ("kata", "1")),
     "references": (schema.Judged, ("kata", "--answers", "solutions")),
     "one part": (schema.Judged, _kata("counter", "1")),
-    "failing": (schema.Judged, _kata("all", "--all", "--timeout=2")),
+    "failing": (schema.Judged, _kata("all", "--all", "--timeout=1")),
     "stopped": (schema.Judged, _kata("counter")),
     "broken": (schema.Judged, _kata("syntax")),
     "board": (schema.Board, ("board",)),

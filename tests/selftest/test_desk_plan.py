@@ -88,10 +88,10 @@ def test_an_answer_that_comes_to_no_table_is_told_why(name, text, words):
 
 
 def test_a_loop_without_end_ends_with_the_time():
-    code, out = of("endless", in_mean("while True:", "    pass"), "--timeout=2")
+    code, out = of("endless", in_mean("while True:", "    pass"), "--timeout=0.5")
     assert code == 1
     assert "There is no table: time-out\n" in out
-    assert "got       time-out: still running after 2 s\n" in out
+    assert "got       time-out: still running after 0.5 s\n" in out
     assert re.search(r"at        answers/endless\.py:\d+ in mean\n", out)
     assert "smaller sizes, or more seconds by --timeout\n" in out
 

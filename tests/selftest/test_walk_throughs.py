@@ -9,7 +9,7 @@ import pytest
 from kit.answers.catalogue import catalogue as entries
 from kit.answers.figures import Reading, bars_of, is_tested_torch, misfits
 from kit.catalog import Kata, all_katas
-from selftest.tiny import WALK_THROUGH, House, new_folder
+from selftest.tiny import WALK_THROUGH, house
 
 KATAS = pytest.mark.parametrize("kata", all_katas(), ids=lambda kata: kata.name)
 
@@ -64,14 +64,13 @@ def test_names_and_figures_are_read_off_a_walk_through():
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not is_tested_torch(), reason="another torch may need other bytes")
 def test_a_proof_fails_where_a_figure_is_another():
-    home = House(new_folder())
-    home.add_kata("tiny_mean")
-    home.write("solutions/tiny_mean.md", WALK_THROUGH.replace("2,000", "1,487"))
-    proof = ("pytest", "tests/specs", "--answers=solutions,mistakes", "-q", "-rN")
-    code, out = home.run(*proof, "-n1", "--dist=loadfile")  # figures come from another process
+    house().add_kata("figures")
+    house().write("solutions/figures.md", WALK_THROUGH.replace("2,000", "1,487"))
+    proof = ("tests/specs/figures", "--answers=solutions,mistakes", "-q", "-rN")
+    code, out = house().pytest(*proof, "-n1", "--dist=loadfile")  # they come from another process
     assert code == 1
-    assert "\nFAILED tiny_mean.md: part 1, peak: reference is 2,000, not 1,487\n" in out
+    assert "\nFAILED figures.md: part 1, peak: reference is 2,000, not 1,487\n" in out
     assert " failed" not in out
-    code, out = home.run(*proof, "-k", "few_bytes or start")
+    code, out = house().pytest(*proof, "-k", "few_bytes or start")
     assert code == 0
-    assert "tiny_mean.md" not in out
+    assert "figures.md" not in out

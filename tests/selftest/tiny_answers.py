@@ -65,10 +65,10 @@ ODD = answer(
 
 # name: (the text of the answer, further arguments)
 ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "all": (MIXED, ("--all", "--timeout=3")),
+    "all": (MIXED, ("--all", "--timeout=1")),
     "odd": (ODD, ("--all",)),
     "import_error": (answer(("import math", "import einops_is_not_here")), ("--all",)),
-    "import_loop": (SOLUTION + "\n\nwhile True:\n    pass  # for ever\n", ("--timeout=1.5",)),
+    "import_loop": (SOLUTION + "\n\nwhile True:\n    pass  # for ever\n", ("--timeout=0.5",)),
     "swallow": (
         in_mean(
             "import time",
@@ -79,7 +79,7 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
             "    except BaseException:",
             "        pass",
         ),
-        ("--timeout=1.5",),
+        ("--timeout=0.5",),
     ),
     "vanish": (in_mean("import os", "os._exit(0)"), ()),
     "crash": (in_mean("import ctypes", "return ctypes.string_at(0)"), ()),
