@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
+from desk.terminal import ctrl_c_later, interrupt
 from kit import forkserver
 
-if __name__ == "__main__" and sys.argv[1:2] in (["kata"], ["watch"]):
-    forkserver.start()  # it imports torch while the rest is imported here
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)  # the judging process must go with us
+    _imports = contextlib.ExitStack()
+    _imports.enter_context(ctrl_c_later())
+    if sys.argv[1:2] in (["kata"], ["watch"]):
+        forkserver.start()  # it imports torch while the rest is imported here
 
 # ruff: isort: split
 from desk import board, gpu, hints, kata, plan, report, reset, timeline, watch
@@ -18,11 +25,15 @@ from desk.asked import Misuse
 from desk.paper import Paper
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command; its exit code. 2: what was typed cannot be done; 130: Ctrl-C."""
+def main(arguments: list[str] | None = None, begin: Callable[[], object] = lambda: None) -> int:
+    """Run one command; its exit code. 2: what was typed cannot be done; 130: Ctrl-C.
+
+    `begin` raises the KeyboardInterrupt that has come before.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
     try:
+        begin()
         options = parse(arguments)
         return _run(options, report.JsonPaper() if options.json else Paper())
     except Misuse as error:
@@ -155,10 +166,5 @@ def _add_timeout(command: argparse.ArgumentParser) -> None:
     command.add_argument("--timeout", type=float, default=20.0, help="seconds for one spec (20)")
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # the judging process must go with us
-    raise SystemExit(main())
+    raise SystemExit(main(begin=_imports.close))

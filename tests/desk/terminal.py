@@ -113,6 +113,11 @@ def own_terminal() -> Terminal | None:
     return Terminal() if os.isatty(0) and os.isatty(1) else None
 
 
+def interrupt(signum: int, frame: object) -> None:
+    """A handler that makes a signal the same as Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def ctrl_c_later() -> Iterator[None]:
     """Ctrl-C, or SIGTERM, counts at the end of this: nothing is begun and then forgotten.

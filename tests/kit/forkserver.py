@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -65,6 +65,7 @@ def start() -> Path:
 
 def _ensure_running() -> None:
     assert _folder is not None
+    resource_tracker.ensure_running()  # here, for at its end it unblocks what is blocked below
     # It ignores Ctrl-C from its first moment, for it inherits what is blocked.
     with blocked(signal.SIGINT), _environment(_folder):
         forkserver.ForkServer.ensure_running(_server)

@@ -58,7 +58,7 @@ def walk() -> dict[str, tuple[int, str]]:
     seen["second"] = home.desk("kata")
     home.desk("kata", "4")
     seen["board"] = home.desk("board")
-    seen["hint"] = home.desk("hint")
+    seen["hint"], seen["timeline"] = home.desk("hint"), home.desk("timeline")
     seen["second again"] = home.desk("kata", "second")
     home.write("katas/solved.py", SOLUTION + "# changed\n")
     seen["changed board"] = home.desk("board")
@@ -110,13 +110,14 @@ def test_without_a_name_the_kata_that_was_saved_last_is_judged_and_no_other():
     assert "fresh" not in out
 
 
-def test_what_has_passed_does_not_run_again_and_a_hint_is_for_the_part_in_hand():
+def test_what_has_passed_does_not_run_again_and_hints_and_pictures_are_of_what_is_in_hand():
     out = walk()["second again"][1]
     assert "\n\nCore part 1 passed: 4 specs (unchanged)\nCore part 2 of 2: Counter" in out
     assert "(4 passed, 1 failed, 4 not run, 1 not checked)" in out
     code, out = walk()["hint"]
     assert code == 0
     assert out.startswith("Second, part 2: Counter - hint 1 of 1\n")
+    assert walk()["timeline"][1].startswith("second has no picture of a step")
 
 
 def test_without_a_gpu_that_is_said_and_nothing_is_judged():

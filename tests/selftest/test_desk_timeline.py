@@ -66,7 +66,6 @@ def test_a_kata_without_a_picture_names_those_that_have_one_and_torch_may_be_too
     skips = "import pytest\n\n\ndef timeline(answer):\n    pytest.skip('torch is too old')\n"
     house().write("tests/specs/skips/timeline.py", skips)
     there = "tiny_mean, skips\n"
-    assert "Tiny mean - one step of katas/tiny_mean.py\n" in house().desk("timeline")[1]  # in hand
     assert seen("plain") == (2, f"plain has no picture of a step; those that have one: {there}")
     code, out = house().desk("timeline", "skips", "--answers", "solutions")
     assert code == 2

@@ -15,7 +15,7 @@ import pytest
 
 from desk.__main__ import parse
 from kit.catalog import ROOT
-from selftest.tiny import House, hears_ctrl_c, new_folder, wait_for
+from selftest.tiny import House, hears_ctrl_c, house, new_folder, wait_for
 
 pytest.importorskip("nox")
 pytestmark = pytest.mark.timeout(300)
@@ -31,9 +31,11 @@ def home() -> House:
 
 
 def test_the_exit_code_is_the_desks_and_the_verdict_is_the_last_word():
-    code, out = home().run("nox", "--no-venv", "-s", "kata", "--", "tiny_mean")
+    slip = ("--answers", str(home().write("answers/slip.py", "def (")))  # it needs no torch
+    code, out = home().run("nox", "--no-venv", "-s", "kata", "--", "tiny_mean", *slip)
     assert code == 1, out
-    assert out.endswith("a hint:  nox -s hint -- tiny_mean 1\n")
+    assert "Verdict: broken file: syntax error" in out
+    assert out.endswith("then:    nox -s kata -- tiny_mean --answers answers/slip.py\n")
 
 
 def test_misuse_is_told_by_the_desk_alone_and_json_is_alone_on_stdout():
@@ -71,15 +73,16 @@ def test_what_the_readme_says_can_be_typed(capsys):
         parse([command, *(word for word in words.split() if word != "--lab")])
 
 
-def test_ctrl_c_is_told_by_the_desk_alone():
-    path = home().write("answers/endless.py", "open('begun', 'w').close()\nwhile True:\n    pass\n")
-    begun = home().root / "begun"
-    command = ("nox", "--no-venv", "-s", "kata", "--", "tiny_mean", "--answers", str(path))
-    for _ in range(3):  # where the desk is gone before nox hears of it, CPython loses its exit code
-        begun.unlink(missing_ok=True)
+def test_ctrl_c_is_told_by_the_desk_alone(tmp_path):
+    for number in range(3):  # if the desk is gone before nox hears of it, CPython loses its code
+        (folder := tmp_path / str(number)).mkdir()
         with hears_ctrl_c():
-            process = home().start(*command, new_group=True)
-        wait_for(begun.exists)
+            process = home().start(
+                *("nox", "--no-venv", "-s", "kata", "--", "tiny_mean"),
+                new_group=True,
+                TMPDIR=str(folder),
+            )
+        wait_for(lambda folder=folder: [*folder.glob("memory-katas-*")])  # the verdict has begun
         os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to nox and to the desk
         out, _ = process.communicate(timeout=200)
         assert "Stopped; nothing was left running.\n" in out
@@ -90,7 +93,7 @@ def test_ctrl_c_is_told_by_the_desk_alone():
 
 
 def test_plain_pytest_on_untouched_stubs_is_one_sentence():
-    code, out = home().run("pytest")
+    code, out = house().pytest("tests/specs/tiny_mean")
     assert code == 4
     assert "ERROR: nothing is written in katas/ yet, so there is nothing to test." in out
     assert "FAILED" not in out

@@ -11,7 +11,7 @@ import pytest
 
 from kit import patience
 from kit.patience import Patience, Spent, family, spent
-from selftest.tiny import House, new_folder, wait_for
+from selftest.tiny import house, wait_for
 
 
 class Clocks:
@@ -159,15 +159,15 @@ SPECS = """\
 import time
 import pytest
 
-def test_short():  # first: what a run begins with is not to count against a limit of a second
-    time.sleep(1.5)
+def test_short():  # first: what a run begins with is not to count against so short a limit
+    time.sleep(0.7)
 
-@pytest.mark.timeout(1)
+@pytest.mark.timeout(0.5)
 def test_loop():
     while True:
         pass
 
-@pytest.mark.timeout(1)
+@pytest.mark.timeout(0.5)
 def test_sleep():
     time.sleep(50)
 """
@@ -190,11 +190,9 @@ def test_a_process_may_end_while_it_is_looked_at() -> None:
             assert all(spent(int(line)).worked < 1.0 for _ in range(8))
 
 
-@pytest.mark.timeout(300)
 def test_specs_that_loop_or_wait_come_to_their_limit() -> None:
-    home = House(new_folder())
-    home.write("tests/selftest/test_endless.py", SPECS)
-    _, out = home.run("pytest", "tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
+    house().write("tests/selftest/test_endless.py", SPECS)
+    _, out = house().pytest("tests/selftest/test_endless.py", "-q", "-p", "no:randomly")
     assert "2 failed, 1 passed" in out
-    assert out.count("Timeout (>1.0s) from pytest-timeout") >= 2
+    assert out.count("Timeout (>0.5s) from pytest-timeout") >= 2
     assert "INTERNALERROR" not in out

@@ -7,8 +7,7 @@ import queue
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pexpect
 import pytest
 
 from desk import watch as watch_module
+from desk.inbox import take
 from desk.paper import Paper
 from desk.state import State
 from desk.watch import Watch
@@ -43,7 +43,12 @@ def watch() -> Iterator[Terminal]:
     watch = Terminal(home, "watch", "tiny_mean")
     watch.until(KEYS)
     yield watch
-    watch.close()
+    pids = watch.family()
+    watch.screen.send("q")
+    watch.screen.expect(pexpect.EOF)
+    watch.screen.wait()
+    assert watch.screen.exitstatus == 0
+    wait_for(lambda: all(map(is_gone, pids)))
 
 
 def fail(watch: Terminal) -> None:
@@ -107,12 +112,13 @@ def _back_up(path: Path, text: str) -> None:
 
 
 def test_every_way_to_save_is_one_verdict(watch: Terminal) -> None:
-    for how in (_replace, _rename, _truncate, _delete, _back_up):
+    ways, seen = (_replace, _rename, _truncate, _delete, _back_up), ""
+    for how in ways:
         watch.save(SOLUTION, how)
-        seen = watch.verdict()
-        assert "Verdict: passed" in seen, (how, seen)
-        with pytest.raises(pexpect.TIMEOUT):
-            watch.screen.expect_exact("Verdict", timeout=0.6)
+        seen += watch.verdict()
+    with pytest.raises(pexpect.TIMEOUT):
+        watch.screen.expect_exact("judging", timeout=0.6)
+    assert seen.count("Verdict: passed") == seen.count("katas/tiny_mean.py at ") == len(ways), seen
 
 
 def test_a_file_that_is_gone_or_broken_and_a_save_during_a_run(watch: Terminal) -> None:
@@ -231,11 +237,18 @@ def test_two_watches_at_once_and_a_key_for_the_next_kata(watch: Terminal) -> Non
     other.screen.send("n")
     assert "Tiny mean - katas/tiny_mean.py at" in other.verdict()
     pids = other.family()
-    other.screen.send("q")
-    other.screen.expect(pexpect.EOF)
-    other.screen.wait()
-    assert other.screen.exitstatus == 0
+    assert len(pids) > _IDLE
+    other.screen.sendintr()
+    has_stopped(other)
     wait_for(lambda: all(map(is_gone, pids)))
+    wait_for(lambda: not [*other.temporary.iterdir()])
+
+
+def has_stopped(watch: Terminal) -> None:
+    watch.until("Stopped; nothing was left running.")
+    watch.screen.expect(pexpect.EOF)
+    watch.screen.wait()
+    assert watch.screen.exitstatus == 130
 
 
 def test_a_run_that_is_begun_while_somebody_presses_ctrl_c_is_ended(monkeypatch):
@@ -258,13 +271,13 @@ def test_a_run_that_is_begun_while_somebody_presses_ctrl_c_is_ended(monkeypatch)
     assert len(ended) == 1
 
 
-@pytest.mark.parametrize("when", ["starting", "judging", "waiting", "killed"])
+@pytest.mark.parametrize("when", ["starting", "judging", "killed"])
 def test_ctrl_c_and_a_kill_leave_nothing(watch: Terminal, when: str) -> None:
-    text = SOLUTION if when == "waiting" else in_mean("while True:", "    pass")
-    watch.home.write("katas/tiny_third.py", text)
+    """While it waits: above, where two watch at once."""
+    watch.home.write("katas/tiny_third.py", in_mean("while True:", "    pass"))
     ended = Terminal(watch.home, "watch", "tiny_third")
-    ended.until(KEYS if when == "waiting" else "judging")
-    if when in ("judging", "killed"):
+    ended.until("judging")
+    if when != "starting":
         wait_for(lambda: len(ended.family()) > _IDLE)
     pids = ended.family()
     if when == "killed":
@@ -272,28 +285,16 @@ def test_ctrl_c_and_a_kill_leave_nothing(watch: Terminal, when: str) -> None:
         ended.close()
     else:
         ended.screen.sendintr()
-        ended.until("Stopped; nothing was left running.")
-        ended.screen.expect(pexpect.EOF)
-        ended.screen.wait()
-        assert ended.screen.exitstatus == 130
+        has_stopped(ended)
     wait_for(lambda: all(map(is_gone, pids)))
     wait_for(lambda: not [*ended.temporary.iterdir()])
 
 
-MISSED = """
-import queue, signal, threading
-from desk.inbox import take
-
-def interrupt():
-    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-threading.Timer(0.3, interrupt).start()
-take(queue.SimpleQueue())
-"""
-
-
 def test_a_ctrl_c_that_does_not_wake_the_wait_ends_it_all_the_same() -> None:
     """It comes a moment before the wait, or as here to another thread."""
-    ended = subprocess.run([sys.executable, "-c", MISSED], capture_output=True, text=True)
-    assert "KeyboardInterrupt" in ended.stderr
+    me = threading.get_ident
+    interrupt = threading.Timer(0.1, lambda: signal.pthread_kill(me(), signal.SIGINT))
+    with hears_ctrl_c():
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            take(queue.SimpleQueue())
