@@ -8,9 +8,11 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, _sharding_prop
 from torch.profiler import ProfilerActivity, profile
 
+from kit import forkserver
 from kit import private_torch as private
 from kit.catalog import ROOT
 from kit.ranks.simulated import simulated_world
@@ -528,10 +531,12 @@ def canary_allocation_history():
 
 
 def canary_GLOO_ABORTS():
-    program = "from selftest import canaries; canaries.call_what_does_not_fit()"
-    ended = _python(program)
-    assert ended.returncode < 0
-    assert private.GLOO_ABORTS in ended.stderr
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        process = forkserver.fork(call_what_does_not_fit, log=log, has_forks=False)
+        process.join()
+        assert forkserver.end(process) < 0
+        assert private.GLOO_ABORTS in forkserver.read(log)
 
 
 def call_what_does_not_fit() -> None:

@@ -6,15 +6,12 @@ Run with -s to see the table: bytes above the baseline by the ruler and by the C
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw
 from kit.laws.toys import Block, mlp
@@ -132,96 +129,7 @@ def test_the_ruler_is_blind_to_the_scratch_memory_of_conv2d() -> None:
     assert ruler == peaks.between_operators <= peaks.at_any_time
 
 
-def test_several_forwards_in_one_step_hold_one_more_set_of_activations_each() -> None:
-    draw.seed(3)
-    model = mlp(200, 300, 70, activation=nn.GELU)
-    x = draw.randn(130, 200)
-
-    def together(n: int) -> None:
-        torch.stack([model(x).square().mean() for _ in range(n)]).sum().backward()
-        model.zero_grad()
-
-    def in_turn(n: int) -> None:
-        for _ in range(n):
-            model(x).square().mean().backward()
-        model.zero_grad()
-
-    one, three = (measure(partial(in_turn, n), known=[model, x]) for n in (1, 3))
-    held = measure(lambda: together(3), known=[model, x])
-    gradients = bytes_of(model)
-    assert one.above_baseline <= three.above_baseline <= one.above_baseline + gradients
-    # each further forward holds input and output of gelu (2 x 130 x 300) and the output (130 x 70)
-    assert held.above_baseline > one.above_baseline + 2 * (2 * 156_000)
-
-
-def test_one_checkpoint_around_everything_leaves_the_peak_and_one_per_block_lowers_it() -> None:
-    draw.seed(3)
-    blocks = nn.ModuleList(
-        nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in range(7)
-    )
-    x = draw.randn(650, 96)
-
-    def everything(h: torch.Tensor) -> torch.Tensor:
-        for block in blocks:
-            h = block(h)
-        return h
-
-    def per_block(h: torch.Tensor) -> torch.Tensor:
-        for block in blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        return h
-
-    def peak(forward: Callable[[torch.Tensor], torch.Tensor]) -> int:
-        def step() -> None:
-            forward(x).sum().backward()
-            blocks.zero_grad()
-
-        return measure(step, known=[blocks, x]).above_baseline
-
-    plain = peak(everything)
-    around = peak(partial(checkpoint, everything, use_reentrant=False))
-    assert 0.9 * plain < around <= 1.1 * plain
-    assert peak(per_block) < 0.4 * plain
-
-
 WORLD = 8
-
-
-def sharded(per_block: bool, mesh: Any) -> nn.Sequential:
-    """8 blocks of a 360 x 360 weight (518,400 bytes), FSDP2 over the simulated ranks."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(*(nn.Linear(360, 360, bias=False) for _ in range(8)))
-    if per_block:
-        for block in model:
-            fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 does not run on the cpu")
-def test_fsdp_gives_freed_parameters_back_so_that_wrapping_each_block_lowers_the_peak() -> None:
-    x = draw.randn(6, 360)
-    full, peaks = 8 * 518_400, list[int]()
-    for per_block in (True, False):
-        with simulated_world(WORLD) as mesh:
-            model = sharded(per_block, mesh)
-
-            def step(model: nn.Module = model) -> None:
-                model(x).sum().backward()
-                model.zero_grad()
-
-            # the first step allocates the gathered parameters, and later steps grow them again
-            first, second = (measure(step, known=[model, x]) for _ in range(2))
-        assert first.baseline == second.baseline == bytes_of(model, x)
-        assert first.above_baseline == second.above_baseline
-        assert first.retained == second.retained == 0
-        peaks.append(first.above_baseline)
-    print(f"\nFSDP2 per block {human(peaks[0])}, root only {human(peaks[1])}, model {human(full)}")
-    # The root alone gathers the whole model, and whole gradients stand beside it. Per block it is
-    # two gathered weights, the buffers that they came in and a gradient: less than 6 of 8 blocks.
-    assert peaks[1] >= 2 * full
-    assert peaks[0] <= full * 6 / 8
 
 
 def test_a_dtensor_counts_its_local_bytes_and_not_its_global_size() -> None:
