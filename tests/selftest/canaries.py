@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 import traceback
@@ -26,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from kit import forkserver
 from kit import private_torch as private
-from kit.catalog import ROOT
 from kit.ranks.simulated import simulated_world
 
 TESTED = "2.13"  # what a torch before this one lacks, its canary forgives
@@ -401,8 +397,8 @@ def canary_in_backward():
 
 
 def canary_put_off_dynamo():
-    done = _python(PUT_OFF)
-    assert done.returncode == 0, done.stderr
+    code, said = _in_fork(exec, PUT_OFF, {})
+    assert code == 0, said
 
 
 def canary_collective_count():
@@ -531,12 +527,9 @@ def canary_allocation_history():
 
 
 def canary_GLOO_ABORTS():
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        process = forkserver.fork(call_what_does_not_fit, log=log, has_forks=False)
-        process.join()
-        assert forkserver.end(process) < 0
-        assert private.GLOO_ABORTS in forkserver.read(log)
+    code, said = _in_fork(call_what_does_not_fit)
+    assert code < 0
+    assert private.GLOO_ABORTS in said
 
 
 def call_what_does_not_fit() -> None:
@@ -556,6 +549,10 @@ CANARIES = {
 }
 
 
-def _python(program: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+def _in_fork(target: Any, *arguments: Any) -> tuple[int, str]:
+    """The exit code of a process of its own, and what it has written."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        process = forkserver.fork(target, *arguments, log=log, has_forks=False)
+        process.join()
+        return forkserver.end(process), forkserver.read(log)
