@@ -59,7 +59,9 @@ def _clear_away(folder: Path) -> None:
 
 def _modules() -> Iterator[str]:
     yield from ("numpy", "torch", "pytest", "pytest_timeout", "psutil", "tblib")
-    yield from (module.name for module in pkgutil.walk_packages(kit.__path__, "kit."))
+    for package in (kit, importlib.import_module("_pytest")):  # its plugins are in it
+        found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        yield from (module.name for module in found)
 
 
 def import_all() -> None:

@@ -13,6 +13,7 @@ import torch
 from kit.laws import draw
 from kit.memory.account import KINDS, Account, account
 from kit.memory.ruler import measure
+from kit.memory.stack import by_kind, stacked
 from kit.ranks.collectives import Collective
 from kit.ranks.simulated import dry_run, simulated_world
 from selftest.stacks import (
@@ -233,7 +234,8 @@ def test_changes_add_up_to_the_peak_and_tell_what_waits_for_backward():
         now += sum(change.delta for change in here)
         most = max(most, now)
         waiting = max(waiting, sum(c.delta for c in books.changes if c.waits and c.point <= point))
-    assert most == books.peak
+    assert most == books.peak == sum(by_kind(books).values())
+    assert by_kind(books)["data"] == 128 * 64 * 4
     assert now == sum(books.after.values())
     # what Sigmoid returns is saved for backward, what it takes is not; square saves the output
-    assert waiting == (256 + 8) * 128 * 4
+    assert waiting == (256 + 8) * 128 * 4 == max(row["activations"] for row in stacked(books))

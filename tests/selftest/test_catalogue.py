@@ -188,6 +188,14 @@ def test_a_function_leads_to_private_definitions() -> None:
     assert own.endswith("return Pair(0, self.count)\n\0")
 
 
+def test_a_new_kata_is_some_files_and_one_row_and_the_proof_holds_for_it():
+    """Nine specs for four answers (a variant too), two mistakes, and one spec that needs a GPU."""
+    answers = "--answers=solutions,right,stubs,mistakes"
+    code, out = house().pytest("tests/specs/tiny_mean", answers, "-q")
+    assert "38 passed, 4 skipped" in out
+    assert code == 0
+
+
 @pytest.mark.timeout(300)
 def test_the_proof_reports_mistakes_that_are_not_caught_and_variants_that_are():
     house().add_kata("caught")

@@ -21,6 +21,14 @@ pytestmark = pytest.mark.timeout(300)
 BROKEN = line_of("syntax", "def add(self) -> int")
 
 
+WRONG = in_mean(
+    'print("mean of", values)',
+    "if len(values) == 3:",
+    '    return {}["key"]',
+    "return 4000.0 if values[0] == 1500.0 else _total(values, start) / len(values)",
+)
+
+
 @cache
 def home() -> House:
     """A house in which no verdict can be kept, because .katas is a file."""
@@ -30,8 +38,8 @@ def home() -> House:
     house.write(".katas", "")
     house.add_plan_and_timeline()
     house.write("katas/second.py", "mine")
-    for name in ("all", "syntax"):
-        house.write(f"answers/{name}.py", ANSWERS[name][0])
+    house.write("answers/syntax.py", ANSWERS["syntax"][0])
+    house.write("answers/wrong.py", WRONG)
     house.write("answers/raises.py", in_mean("raise ValueError('of the answer')"))
     house.write("answers/counter.py", SOLUTION.replace("self.count += self.step", "pass"))
     return house
@@ -45,7 +53,7 @@ COMMANDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "untouched": (schema.Judged, ("kata", "1")),
     "references": (schema.Judged, ("kata", "--answers", "solutions")),
     "one part": (schema.Judged, _kata("counter", "1")),
-    "failing": (schema.Judged, _kata("all", "--all", "--timeout=1")),
+    "failing": (schema.Judged, _kata("wrong", "--all")),
     "stopped": (schema.Judged, _kata("counter")),
     "broken": (schema.Judged, _kata("syntax")),
     "board": (schema.Board, ("board",)),
@@ -138,7 +146,7 @@ def test_a_problem_has_its_place_and_its_words_and_a_bar_its_bytes():
     assert spec["prints"] == ["mean of [1.0, 2.0, 6.0]"]
     problem = spec["problem"]
     assert problem["got"] == "KeyError: 'key'"
-    assert (problem["path"], problem["function"]) == ("answers/all.py", "mean")
+    assert (problem["path"], problem["function"]) == ("answers/wrong.py", "mean")
     assert problem["source"] == 'return {}["key"]'
     assert problem["column"] is None
     assert problem["sure"]

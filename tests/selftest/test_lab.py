@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ pytest.importorskip("matplotlib", reason="the lab draws with matplotlib")
 from rich.console import Console
 
 from kit.catalog import ROOT, all_katas
-from kit.memory.stack import by_kind, stacked
 from lab import __main__ as command
-from lab import draw, measure, report
+from lab import draw, measure, report, runner
 from lab.claims import ARTICLES, CLAIMS
 from lab.notebook import Lab, Page, Text, conditions
 from selftest import lab_programs as programs
@@ -184,6 +183,7 @@ def test_an_experiment_runs_from_the_command_line_and_measures_its_claims(
     ],
 )
 def test_the_report_says_what_was_not_measured(capsys, monkeypatch, tmp_path, run_it, words, want):
+    monkeypatch.setattr(runner, "_WARM", set())  # neither needs what takes seconds to import
     trouble, budget = (m for m in EXPERIMENTS if names(m) in ("trouble", "largest_batch"))
     monkeypatch.setattr(trouble, "run", run_it)
     monkeypatch.setattr(budget, "run", programs.says)
@@ -220,24 +220,6 @@ def test_a_budget_of_a_gpu_is_given_to_the_current_one_and_taken_back(monkeypatc
     assert measure.fits(int, torch.device("cuda"), budget=25)
     assert not measure.fits(too_much, torch.device("cuda", 3), budget=200)
     assert seen == [(1, 0.25), (1, 1.0), (3, 1.0), (3, 1.0)]
-
-
-def test_the_kinds_of_a_timeline_add_up_to_the_ruler():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
-    optimizer, x = torch.optim.Adam(model.parameters()), torch.ones(256, 64)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    books = measure.books_of((step, model, optimizer, [x]), CPU)
-    parts = by_kind(books)
-    assert sum(parts.values()) == books.peak
-    assert parts["data"] == 256 * 64 * 4
-    # what ReLU returns, and the output, which square saves
-    assert max(row["activations"] for row in stacked(books)) == 256 * (128 + 8) * 4
-    assert isinstance(measure.solution("amp_loop"), ModuleType)
 
 
 ROWS = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- topics -->")[2]

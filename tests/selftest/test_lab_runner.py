@@ -17,12 +17,19 @@ import pytest
 from kit.catalog import ROOT
 from kit.forkserver import is_gone
 from kit.patience import family
+from lab import runner
 from lab.notebook import Lab, Page, Text
 from lab.runner import Ended, Job, carry_out_all
 from selftest import lab_programs as programs
 from selftest.tiny import hears_ctrl_c, wait_for
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_preloaded(monkeypatch):
+    """What real experiments need takes seconds to import."""
+    monkeypatch.setattr(runner, "_WARM", set())
 
 
 def job(name: str, run: Callable[[Lab], None], folder: Path) -> Job:

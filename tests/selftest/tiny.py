@@ -222,7 +222,9 @@ class Repository:
     def _popen(
         self, *arguments: str, new_group: bool = False, stdin: int | None = None, **variables: str
     ) -> subprocess.Popen[str]:
-        env = {k: v for k, v in os.environ.items() if k != "FORCE_COLOR" and "PYTEST" not in k}
+        # What a house has compiled need not be compiled again, whatever is set outside of it.
+        unwanted = ("FORCE_COLOR", "PYTHONDONTWRITEBYTECODE")
+        env = {k: v for k, v in os.environ.items() if k not in unwanted and "PYTEST" not in k}
         env |= {"PYTHONPATH": str(self.root / "tests"), "COLUMNS": "100", **variables}
         return subprocess.Popen(
             [sys.executable, *arguments],
