@@ -112,15 +112,6 @@ def test_a_file_with_the_name_of_a_kata_answers_that_one_only(tmp_path):
     assert locate(first, str(free)) == (free, str(free))
 
 
-def test_a_name_that_an_answer_lacks_is_told(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("x = 1\n")
-    module = load(path)
-    assert module.x == 1
-    with pytest.raises(AttributeError, match=r"mine\.py does not define mean"):
-        _ = module.mean
-
-
 def test_the_readme_lists_the_katas_in_order():
     readme = ROOT / "README.md"
     if not readme.exists():

@@ -210,11 +210,6 @@ def test_an_import_inside_the_step_does_not_hold_activations(
     monkeypatch.delitem(sys.modules, "module_with_a_cycle")
 
 
-def test_a_second_smaller_step_does_not_report_the_peak_of_the_first() -> None:
-    assert measure(lambda: torch.ones(9 * KIB)).peak == 36 * KIB
-    assert measure(lambda: torch.ones(2 * KIB)).peak == 8 * KIB
-
-
 @pytest.fixture
 def nothing_left_behind() -> Iterator[None]:
     yield
