@@ -78,12 +78,10 @@ def wrap(
            After a forward with gradients comes its backward, before the next step.
         2. Values, buffers, state dict names, requires_grad and train mode stay.
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
-        4. Only the ranks of the mesh take part. A block may stand at several places.
-        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too. In
-           float32 nothing is cast: float64 inputs stay so.
-        6. Checkpointed blocks may have dropout and a `forward` set on the object, take keywords of
-           any name, return tuples, and get inputs without gradients. In backward one is whole with
-           all blocks inside it.
+        4. Only the ranks of the mesh take part.
+        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
+        6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
+           inputs without gradients. In backward one is whole with all blocks inside it.
     """
     _check_wrap(model, mesh, block_types, dtype)
     _shard(model, mesh, block_types, reshard_after_forward, dtype, checkpoint)
@@ -208,7 +206,7 @@ def train_step(
         micro_batches: this rank's pairs, as many as others have.
         loss_fn: the mean over the samples.
         optimizer: what `wrap` has returned.
-        max_norm: None leaves the gradients, even infinite ones.
+        max_norm: None leaves the gradients as they are.
 
     Raises:
         another sync, a max_norm that is not positive, a model that is not sharded.
@@ -217,18 +215,15 @@ def train_step(
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then. Every unit runs in each micro-batch.
         2. A sample counts once, however many tokens it has. No micro-batch is empty.
-        3. An error that all ranks raise in loss_fn, or in backward through it, comes through and no
-           step is made; no unit stays gathered, no gradient stays, and later passes are as without
-           this one. (With sync="last" what was not reduced may stay, and get into the next step.)
+        3. An error that all ranks raise in loss_fn comes through and no step is made; no unit stays
+           gathered, no gradient stays, and later passes are as without this one. (With sync="last"
+           what was not reduced may stay, and get into the next step.)
         4. Micro-batches are accumulated in float32 in bfloat16 training too.
         5. Only the ranks of the model's mesh count.
         6. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
            64 + 4 P bytes into any other call for P parameter tensors: a norm has one number of
            each.
         7. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
-        8. Norm and clipping may be torch's own: squares in float32, and max_norm / (grad_norm +
-           1e-6). An infinite or NaN norm is returned and the step is made; what max_norm makes of
-           such gradients is open.
     """
     if sync not in ("each", "last"):
         raise ValueError(f"sync must be 'each' or 'last', not {sync!r}")

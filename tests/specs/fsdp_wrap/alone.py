@@ -32,7 +32,6 @@ class Alone(Play):
         first = next((n for n, event in enumerate(case.script) if event == "step"), -1)
         self.first = f"step {first + 1}"
         self.whole: dict[str, Tensor | None] = {}
-        self.output_dtype = torch.float32
 
     def _watch(self, name: str, block: nn.Module) -> None:
         """With a checkpoint a block runs once more, if there is a backward through it; no model."""
@@ -54,9 +53,7 @@ class Alone(Play):
             self.runs = {}
             for micro, (inputs, targets) in enumerate(window):
                 before = self._vector() if is_first else torch.zeros(())
-                output = self.model(inputs)
-                self.output_dtype = torch.float32 if self.case.wrap.get("dtype") else output.dtype
-                loss = mse(output, targets) * self.case.scale
+                loss = mse(self.model(inputs), targets)
                 (loss * (len(inputs) / total)).backward()
                 mean += loss.item() * len(inputs) / total
                 if is_first:
@@ -73,10 +70,10 @@ class Alone(Play):
     def plain(self, number: int, label: str, is_pending: bool) -> None:
         self.optimizer.zero_grad()
         self._passes(number)
-        self.trace[f"dtype of the output in {label}"] = self.output_dtype
+        self.trace[f"dtype of the output in {label}"] = torch.float32
         self.note(label, self.parameters)
         if is_pending:
-            self.trace[f"output between backward and {label}"] = self.look(number)
+            self.trace[f"output between backward and {label}"] = self.look()
         self.optimizer.step()
 
     def step(self, number: int, label: str, _: bool) -> None:
@@ -92,8 +89,7 @@ class Alone(Play):
                 p.grad.mul_(limit / norm)
         kinds = ["Tensor torch.float32 ()"] * 2
         self.trace[f"kind of loss and grad_norm of {label}"] = kinds
-        self.results[label] = torch.tensor(mean), norm.cpu()
-        self.note(label, self.parameters, *self.results[label])
+        self.note(label, self.parameters, torch.tensor(mean), norm.cpu())
         self.optimizer.step()
 
     def stale(self, *_: Any) -> None:
@@ -101,7 +97,7 @@ class Alone(Play):
 
     def fails(self, number: int, label: str, _: bool) -> None:
         raised = repr(ArithmeticError("no loss"))
-        self.trace[f"what comes out of {label}, where {self.case.fails_in} raises"] = raised
+        self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
         self.trace[f"gathered after {label}"] = []
         self.trace[f"parameters with a gradient after {label}"] = []
 

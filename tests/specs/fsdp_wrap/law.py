@@ -36,15 +36,14 @@ CAUSES = {
     "names": "a wrapper stands between a module and its parameters",
     "dtype of the output": "what the model returns is left in bfloat16, so a loss has 8 bits; or "
     "it is cast where dtype is float32",
-    "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, one of "
-    "inference_mode, or one in loss_fn's dtype is returned",
+    "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, or one of "
+    "inference_mode is returned",
     "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",
     "runs of": "checkpoint=True is not followed with these options, or blocks run once too often, "
     "or the model does",
     "gathered after": "what the step has gathered for a backward that never comes stays whole",
     "parameters with": "micro-batches before the error, or passes before the step, have left "
     "gradients, to which the next pass by hand adds",
-    "at the end": "the results of all steps are one buffer, which each step fills anew",
     "weights": "the step is not made with the gradients that are there after it",
     "steps of": "a step of the optimizer is left out, or is made where loss_fn has raised",
     "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping, or "
@@ -124,7 +123,8 @@ def _alike(got: Any, want: Any, near: float) -> bool:
 def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> None:
     __tracebackhide__ = True
     likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
-    likely = one.case.cause or _of_a_pass_by_hand(one, observable) or likely
+    of_a_pass = _of_a_pass_by_hand(one, observable)
+    likely = of_a_pass or likely
     want, suspects = one.trace.get(observable), dict[str, Tensor]()
     what = observable
     law, _, step = observable.partition(" of ")
@@ -147,20 +147,15 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
             "only some operations compute in dtype, as under autocast; a policy casts whole units"
         )
     if want is None or isinstance(want, Tensor):
-        missing = (
-            "the step has used them, and they are cleared after it"
-            if _is_right("weights", trace, one)
-            else "they are never reduced, or cleared before the step has used them"
-        )
-        number = re.search(r"step (\d+)", observable)
-        if number and "fails" in one.case.script[: int(number[1]) - 1]:
-            missing = "what the failed step has switched off stays off: nothing is reduced any more"
+        missing = "they are never reduced, or cleared before the step has used them"
+        if _is_right("weights", trace, one):
+            missing = "the step has used them, and they are cleared after it"
         if isinstance(got, Tensor) and not got.any():
             likely = "zeros are there, where there should be no gradient"
         fail(
             expected=f"{what}: {'none' if want is None else 'there'}",
             got="none" if got is None else "there is one",
-            cause=likely if want is None or one.case.cause else missing,
+            cause=likely if want is None else of_a_pass or missing,
         )
     check_equal(got, want, what, cause=likely)
 
@@ -168,7 +163,7 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
 def _of_a_pass_by_hand(one: Alone, observable: str) -> str:
     """What it means that a pass by hand is otherwise, where a step has come before it."""
     number = re.search(r" of step (\d+), by hand", observable)
-    if number is None or "step" not in one.case.script[: int(number[1]) - 1]:
+    if number is None or not {"step", "fails"} & {*one.case.script[: int(number[1]) - 1]}:
         return ""
     return (
         "what train_step has set stays: a divide factor, sums for means, no synchronisation; or "
@@ -179,12 +174,8 @@ def _of_a_pass_by_hand(one: Alone, observable: str) -> str:
 def _of_runs(got: dict[str, int], want: dict[str, int]) -> str:
     """What it means that blocks run too often, or not often enough."""
     less, more = ([n for n in want if sign * (got[n] - want[n]) > 0] for sign in (-1, 1))
-    if less and not more and any(inner.startswith(f"{n}.") for n in less for inner in want):
-        return (
-            "a block with blocks inside is not run again: the outermost one is to be checkpointed"
-        )
     if less and not more:
-        return "checkpoint=True is not followed here, or the model itself counts as an outer block"
+        return "checkpoint=True is not followed here, or not for the outermost block"
     if more and not less and all(any(n.startswith(f"{o}.") for o in want) for n in more):
         return (
             "a block inside a checkpointed block is checkpointed itself, so it runs once too often"
@@ -221,16 +212,10 @@ def shares(one: Alone, law: str) -> Guesses:
         "it is multiplied by the number of ranks once too often": lambda r, m, n: n / total * ranks,
         "every rank counts the same, whatever its samples": lambda r, m, n: n / of_rank[r] / ranks,
         "every micro-batch counts the same, whatever its samples": lambda r, m, n: 1 / len(parts),
-        "micro-batches count the same, and in each its samples": lambda r, m, n: (
-            n / sum(p[2] for p in parts if p[1] == m) / len({p[1] for p in parts})
-        ),
         "the micro-batches' means are added up": lambda r, m, n: 1 / ranks,
         "it is of this rank's micro-batches only": lambda r, m, n: (r == one.rank) * n / of_rank[r],
         "it is this rank's share only": lambda r, m, n: (r == one.rank) * n / total,
         "it is of the last micro-batches only": lambda r, m, n: (m == last[r]) * n / total,
-        "what was kept of earlier micro-batches is not multiplied by the ranks": lambda r, m, n: (
-            n / total / (1 if m == last[r] else ranks)
-        ),
         "it is of all but the last micro-batches": lambda r, m, n: (m != last[r]) * n / total,
         "tokens are counted, and not samples": lambda r, m, n: tokens[r, m] / sum(tokens.values()),
     }
@@ -246,17 +231,9 @@ def shares(one: Alone, law: str) -> Guesses:
 
 def clipped(one: Alone) -> Guesses:
     """What likely mistakes make of the first step's gradients, where its norm is right."""
-    limit, parameters = one.case.step["max_norm"] or math.inf, one.parameters
+    limit, parameters = one.case.step["max_norm"], one.parameters
     grads, distinct = whole(one)
-    ranks, total = len(one.members), norm(distinct.values())
-    own = [
-        (limit / norm(shard(g, r, ranks) for g in distinct.values())).clamp(max=1)
-        for r in range(ranks)
-    ]
-    by_rank = {
-        name: torch.cat([shard(grad, r, ranks) * own[r] for r in range(ranks)])
-        for name, grad in grads.items()
-    }
+    total = norm(distinct.values())
     each = {name: grad * (limit / grad.norm()).clamp(max=1) for name, grad in grads.items()}
     found = {
         "they are not scaled in place: copies of them are, or nothing is": vector(
@@ -265,7 +242,6 @@ def clipped(one: Alone) -> Guesses:
         "they are scaled to max_norm also where the norm is not above it": vector(
             {name: grad * limit / total for name, grad in grads.items()}, parameters
         ),
-        "each rank clips its shards by their norm, not by that of all": vector(by_rank, parameters),
         "each parameter's is clipped by its own norm, not by that of all": vector(each, parameters),
     }
     want = vector(one.trace[f"gradients of {one.first}"], parameters)
@@ -295,12 +271,6 @@ def norms(one: Alone) -> Guesses:
     ranks, place = len(one.members), one.members.index(one.rank)
 
     want = norm(distinct.values())
-    inside = [
-        f"{name}.{n}"
-        for name, block in one.model.named_modules()
-        if name and isinstance(block, one.types)
-        for n, _ in block.named_parameters()
-    ]
     found = {
         "it is not over all shards of all ranks, but over this rank's": norm(
             shard(p, place, ranks) for p in distinct.values()
@@ -308,15 +278,7 @@ def norms(one: Alone) -> Guesses:
         "the ranks' norms are added up, and not their squares": torch.stack(
             [norm(shard(p, r, ranks) for p in distinct.values()) for r in range(ranks)]
         ).sum(),
-        "it is the norm of the parameters, not of their gradients": norm(
-            {p: one.start[n] for n, p in one.parameters if n in there}.values()
-        ),
-        "it is of sums over the samples, which are divided by their number too late": want
-        * sum(part[2] for part in one.contributions),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
-        "what is in a block is counted for the block, and again for the model": norm(
-            [*distinct.values(), *(there[n] for n in inside if n in there)]
-        ),
         "a tied parameter is counted under each of its names": norm(there.values()),
         "it is over one group of the optimizer's parameters only": norm(
             g for p, g in distinct.items() if any(p is held for held in groups)

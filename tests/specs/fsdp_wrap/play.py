@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shards import gradients_of, mesh, meshes, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, Batch
-from specs.fsdp_wrap.cases import CASES, EQUAL, PLANS, Case, momentum
+from specs.fsdp_wrap.cases import CASES, EQUAL, PLANS, Case
 
 Trace = dict[str, Any]  # what was seen, by name, one thing after another
 
@@ -41,14 +42,6 @@ def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
     return found
 
 
-def _with_infinite_bias(module: Any, _: Any, output: Tensor) -> Tensor:
-    """The output as it is; backward gives the bias an infinite gradient."""
-    bias = module.bias * 1
-    if bias.requires_grad:
-        bias.register_hook(lambda grad: torch.full_like(grad, torch.inf))
-    return output + (bias - bias.detach())
-
-
 class Play:
     """One script, played by whoever trains: an answer on all ranks, or one process."""
 
@@ -66,12 +59,9 @@ class Play:
         self.runs: dict[str, int] = {}
         self.dtypes: set[torch.dtype] = set()
         self.trace: Trace = {}
-        self.results: dict[str, Any] = {}
         for name, block in self.model.named_modules():
             if not name or isinstance(block, self.types):
                 self._watch(name or "the model", block)
-        if case.infinite:
-            self.model.head.register_forward_hook(_with_infinite_bias)
 
     def _watch(self, name: str, block: nn.Module) -> None:
         """By the first module in it that has none inside, and is in no block inside."""
@@ -97,32 +87,23 @@ class Play:
             label = f"step {number + 1}" + ", by hand" * (event == "plain")
             self.runs = {}
             if event == "evaluate":
-                self.trace[f"output after {number} things"] = self.look(number)
+                self.trace[f"output after {number} things"] = self.look()
                 is_pending = True
             else:
                 getattr(self, event)(number, label, is_pending)
                 is_pending = False
-            if self.runs and self.case.counted and event in ("plain", "step"):
+            if self.runs and event in ("plain", "step"):
                 self.trace[f"runs of blocks in {label}, recomputed ones too"] = dict(self.runs)
         self.trace["dtypes inside blocks"] = self.dtypes
         self.trace["steps of the optimizer"] = len(steps)
-        for label, result in self.results.items():
-            for key, value in zip(("loss", "grad_norm"), result, strict=True):
-                self.trace[f"at the end, {key} of {label}"] = torch.as_tensor(float(value))
         self.trace["weights"] = weights(self.model)
         return self.trace
 
-    def look(self, number: int) -> Tensor:
+    def look(self) -> Tensor:
         inputs = draw.randn(3, FEATURES, generator=draw.generator(77)).to(device())
         with torch.no_grad():
             out: Tensor = self.model(inputs)
         return out.clone()
-
-    def freeze(self, *_: Any) -> None:
-        self.model.head.requires_grad_(False)
-
-    def thaw(self, *_: Any) -> None:
-        self.model.requires_grad_(True)
 
     def train(self, *_: Any) -> None:
         self.model.train()
@@ -130,10 +111,7 @@ class Play:
     def note(self, label: str, parameters: Any, loss: Any = None, norm: Any = None) -> None:
         """Norms come first where they decide what becomes of the gradients."""
         found = {"loss": loss, "gradients": gradients_of(parameters), "grad_norm": norm}
-        clips = "max_norm" in self.case.step
-        if clips and norm is not None and not norm.isfinite():
-            del found["gradients"]  # torch makes zeros of them, or NaN
-        for key in ("loss", "grad_norm", "gradients") if clips else found:
+        for key in ("loss", "grad_norm", "gradients") if "max_norm" in self.case.step else found:
             if found.get(key) is not None:
                 self.trace[f"{key} of {label}"] = found[key]
 
@@ -144,8 +122,6 @@ class _Answer(Play):
         self.answer = answer
         over = meshes(size // 2)["shards"] if case.half else mesh()
         self.optimizer = answer.wrap(self.model, over, self.types, case.make_optimizer, **case.wrap)
-        if case.half:
-            answer.wrap(nn.Sequential(nn.Linear(1, 1)).to(device()), mesh(), nn.Linear, momentum)
         self.trace["names in the state dict"] = [*self.model.state_dict()]
         self.parameters = named(self.model)
 
@@ -158,49 +134,37 @@ class _Answer(Play):
         mse(output, targets).backward()
         self.note(label, self.parameters)
         if is_pending:
-            self.trace[f"output between backward and {label}"] = self.look(number)
+            self.trace[f"output between backward and {label}"] = self.look()
         self.optimizer.step()
 
-    def step(self, number: int, label: str, _: bool, loss_fn: Any = None) -> None:
+    def step(self, number: int, label: str, _: bool, loss_fn: Any = mse) -> None:
         window = batches(self.case, number, self.rank, self.size)
         draw.seed(8 + self.rank)
         result = self.answer.train_step(
-            self.model, tuple(window), loss_fn or self.loss, self.optimizer, **self.case.step
+            self.model, tuple(window), loss_fn, self.optimizer, **self.case.step
         )
-        self.results[label] = result
         self.trace[f"kind of loss and grad_norm of {label}"] = [*map(_kind, result)]
         loss, norm = (torch.as_tensor(float(x)) for x in result)
         self.note(label, self.parameters, loss, norm)
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        if self.case.looks:
-            self.look(0)
-        return (mse(output, targets) * self.case.scale).to(self.case.loss_dtype)
 
     def stale(self, *_: Any) -> None:
         for p in self.model.parameters():
             p.grad = torch.full_like(p, 1000.0)
 
     def fails(self, number: int, label: str, is_pending: bool) -> None:
-        calls = 0
-
-        def fail(*_: Any) -> None:
-            raise ArithmeticError("no loss")
+        calls = itertools.count(1)
 
         def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            value = self.loss(output, targets)
-            if calls == self.case.at:
-                fail() if self.case.fails_in == "loss_fn" else value.register_hook(fail)
-            return value
+            if next(calls) == self.case.at:
+                raise ArithmeticError("no loss")
+            return mse(output, targets)
 
         raised = "nothing"
         try:
             self.step(number, label, is_pending, loss_fn)
         except ArithmeticError as error:
             raised = repr(error)
-        self.trace[f"what comes out of {label}, where {self.case.fails_in} raises"] = raised
+        self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
         whole = [n for n, p in self.model.named_parameters() if not hasattr(p, "to_local")]
         self.trace[f"gathered after {label}"] = whole
         grads = {n: p.grad.to_local() for n, p in self.parameters if p.grad is not None}

@@ -10,19 +10,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kit.laws import draw
 from kit.laws.checks import check, check_bar, check_equal
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
-from kit.private_torch import tree_leaves
 from kit.ranks.collectives import Collective, collectives
 from kit.ranks.shapes import Shape
 from kit.ranks.shards import part, rounded, units, whole_bytes
 from kit.ranks.simulated import simulated_world
-from kit.ranks.toys import FEATURES, OUTPUTS, Block, data, make
+from kit.ranks.toys import data
 from specs.fsdp_wrap.cases import adamw
-from specs.fsdp_wrap.shapes import Backwards, Tall
+from specs.fsdp_wrap.shapes import (
+    COLUMNS,
+    ROWS,
+    TALL_BLOCKS,
+    WIDE,
+    WIDE_BLOCKS,
+    wide,
+)
 
 
 class Books(NamedTuple):
@@ -33,38 +38,13 @@ class Books(NamedTuple):
 
 
 SAMPLES = 4
-WIDE, WIDE_BLOCKS = 61, 3
-ROWS, COLUMNS, TALL_BLOCKS = 4093, 8, 6
-
-
-def wide() -> Shape:
-    """Three blocks of 22,815 numbers, 89 KiB each. On 64 ranks and more there are ranks without
-    rows of some parameters, and much padding.
-    """
-    return make(WIDE, WIDE_BLOCKS), Block
-
-
-def tall() -> Shape:
-    """Six blocks of 65,488 numbers, 256 KiB each; 4,093 rows are 3 less than 8 x 512, 64 x 64 and
-    1,024 x 4. What is first runs last.
-    """
-    draw.seed(4)
-    blocks = [Tall(ROWS, COLUMNS) for _ in range(TALL_BLOCKS)]
-    return Backwards(nn.Linear(COLUMNS, OUTPUTS), *blocks, nn.Linear(FEATURES, COLUMNS)), Tall
-
-
-def in_a_dict() -> Shape:
-    """`tall`, which returns a dict."""
-    model, kinds = tall()
-    model.register_forward_hook(lambda _, args, out: {"out": out})
-    return model, kinds
 
 
 @functools.cache
 def books(
     answer: Any,
     device: torch.device,
-    ranks: int,
+    ranks: int = 8,
     rank: int = 0,
     *,
     shape: Callable[[], Shape] = wide,
@@ -73,7 +53,6 @@ def books(
     adam: bool = False,
     looked: bool = False,
     train: bool = True,
-    autocast: bool = False,
     **options: Any,
 ) -> Books:
     """A forward and a backward of `rank` of `ranks`, with a step of Adam where that is counted, or
@@ -87,9 +66,7 @@ def books(
         inputs, targets = (tensor.to(device) for tensor in batch)
 
         def step() -> None:
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss = mse(tree_leaves(model(inputs))[-1], targets)
-            loss.backward()
+            mse(model(inputs), targets).backward()
             if adam:
                 optimizer.step()
 
@@ -113,17 +90,36 @@ def books(
 
 
 def left_by_wrap(answer: Any, device: torch.device) -> int:
-    """Bytes of `wide`, with a parameter of the root itself under two names, that live on when rank
-    0 of 8 has wrapped it.
-    """
+    """Bytes of `wide` that live on when rank 0 of 8 has wrapped it."""
     held: list[Any] = []
     with simulated_world(8, device) as mesh:
         model, kinds = wide()
-        model.direct = model.tied = nn.Parameter(torch.ones(WIDE, WIDE))
         model.to(device)
         before = bytes_of(model)
-        wrap = functools.partial(answer.wrap, model, mesh, kinds, torch.optim.Adagrad)
+        wrap = functools.partial(answer.wrap, model, mesh, kinds, adamw)
         return before + measure(lambda: held.append(wrap()), device, known=[model]).retained
+
+
+def check_step(
+    answer: Any,
+    device: torch.device,
+    shape: Callable[[], Shape],
+    what: str,
+    ranks: int = 8,
+    rank: int = 0,
+    **options: Any,
+) -> Account:
+    """Fail unless a step makes the calls that follow from its options; what it has held."""
+    __tracebackhide__ = True
+    memory, calls = books(answer, device, ranks, rank, shape=shape, **options)
+    is_kept = not options.get("reshard_after_forward", True)
+    dtype = options.get("dtype", torch.float32)
+    if options.get("forward_only"):
+        want = planned(shape, ranks, 1, dtype, reductions=0)
+    else:
+        want = planned(shape, ranks, 1 if is_kept else 2, dtype)
+    check_calls(calls, want, what=what)
+    return memory
 
 
 def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: str) -> None:
@@ -260,14 +256,13 @@ def check_forward_alone(
     reshard_after_forward=False the whole model at most.
     """
     __tracebackhide__ = True
-    yours, theirs = (
-        books(m, device, 8, shape=shape, forward_only=True, **options) for m in (answer, reference)
-    )
     dtype, is_kept = options.get("dtype", torch.float32), "reshard_after_forward" in options
     what = "a forward under no_grad"
-    check_calls(yours.calls, planned(shape, 8, 1, dtype, reductions=0), what=what)
+    yours, theirs = (
+        check_step(module, device, shape, what, forward_only=True, **options)
+        for module in (answer, reference)
+    )
     *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*shape()))
-    check_whole(yours.memory, theirs.memory, blocks, root, f"in {what}", not is_kept)
+    check_whole(yours, theirs, blocks, root, f"in {what}", not is_kept)
     cause = "no backward comes that would give it back: the root's unit, or all of them"
-    left = yours.memory.after["unsharded"]
-    check_equal(left, 0, f"gathered bytes after {what}", cause=cause)
+    check_equal(yours.after["unsharded"], 0, f"gathered bytes after {what}", cause=cause)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
 from typing import Any
@@ -25,10 +24,6 @@ WIDTH, BLOCKS = 40, 3
 WRAPPED: dict[str, dict[str, Any]] = {"": {}, "checkpoint": CHECKPOINT, "kept": KEPT}
 
 
-class NoLoss(Exception):
-    """What a loss raises."""
-
-
 @functools.cache
 def second_step(
     answer: Any,
@@ -41,14 +36,12 @@ def second_step(
     wrapped: str = "",
     classes: int = 0,
     again: bool = False,
-    fails: bool = False,
     **options: Any,
 ) -> tuple[Account, list[Collective]]:
     """What rank 0 holds and calls in the second step, one of these micro-batches, or `again` with
     the first one for the last; `wrapped` with the options WRAPPED of that name.
 
-    With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory. If it
-    `fails` the second loss raises, and a pass by hand follows.
+    With `classes` the output is as wide, and the loss a sum, whose gradient takes no memory.
     """
     with simulated_world(ranks, device) as mesh:
         model = make(width, blocks).to(device)
@@ -60,15 +53,10 @@ def second_step(
             window[-1] = window[0]
 
         def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-            if fails and len(targets) == samples[1]:
-                raise NoLoss
             return output.sum(1).mean() if classes else mse(output, targets)
 
         def step(count: int = len(window)) -> None:
-            with contextlib.suppress(NoLoss):
-                answer.train_step(model, window[:count], loss_fn, optimizer, **options)
-            if fails:
-                mse(model(window[0][0]), window[0][1]).backward()
+            answer.train_step(model, window[:count], loss_fn, optimizer, **options)
 
         step(1)  # the first one makes what stays
         with collectives() as calls:
@@ -76,19 +64,23 @@ def second_step(
 
 
 def check_reductions(
-    calls: list[Collective],
+    answer: Any,
+    device: torch.device,
     ranks: int,
-    times: int,
-    count: int = 3,
+    sync: str,
+    samples: tuple[int, ...] = (4, 3, 5),
     blocks: int = BLOCKS,
     wrapped: str = "",
 ) -> None:
-    """Fail unless each unit is reduced so often, and gathered as often as in `count` steps of wrap,
-    one for each micro-batch; the rest is little.
+    """Fail unless each unit is reduced for each micro-batch, or once with sync="last", and gathered
+    as in a step of wrap for each; the rest is little. The last micro-batch may be the first again.
     """
     __tracebackhide__ = True
-    got = Counter(calls)
+    options = {"sync": sync, "blocks": blocks, "wrapped": wrapped, "again": sync == "last"}
+    got = Counter(second_step(answer, device, ranks, samples, max_norm=1.0, **options)[1])
     shape, gathers = lambda: (make(WIDTH, blocks), Block), 1 if wrapped == "kept" else 2
+    count = len(samples)
+    times = count if sync == "each" else 1
     want = planned(shape, ranks, gathers, reductions=times, passes=count)
     mine, true = (
         Counter({call: n for call, n in found.items() if call.kind == "reduce_scatter"})

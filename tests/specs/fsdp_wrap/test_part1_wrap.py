@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from kit.laws.bars import bar
 from kit.laws.checks import check, check_bar, check_equal
 from kit.ranks.shapes import SHAPES, nested, only_blocks
 from kit.ranks.shards import shard_bytes, units, whole_bytes
@@ -16,15 +17,8 @@ from specs.fsdp_wrap import simulated
 from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import REFUSED, check_refused
-from specs.fsdp_wrap.shapes import integers_first, look_alikes, with_a_subclass
-from specs.fsdp_wrap.simulated import (
-    activations_of_tall,
-    books,
-    check_calls,
-    planned,
-    tall,
-    wide,
-)
+from specs.fsdp_wrap.shapes import tall, wide
+from specs.fsdp_wrap.simulated import activations_of_tall, books, check_step
 
 RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
 ROWS = "1 / N of the rows of each parameter, rounded up"
@@ -65,47 +59,36 @@ class TestPart1Wrap:
         self, answer, device, ranks, rank
     ):
         """n blocks: 2 n + 1 gathers of a rank's part of a unit, n + 1 reductions of whole ones."""
-        calls = books(answer, device, ranks, rank, adam=True).calls
-        check_calls(calls, planned(wide, ranks), what=f"a step of 3 blocks on {ranks} ranks")
+        what = f"a step of 3 blocks on {ranks} ranks"
+        check_step(answer, device, wide, what, ranks, rank, adam=True)
 
     @pytest.mark.exact("wrap", "units")
     @pytest.mark.parametrize(
-        ("name", "shape", "options"),
-        [
-            ("nested", look_alikes, {}),
-            ("nested, also a subclass", with_a_subclass, {"checkpoint": True}),
-            ("only blocks, autocast", only_blocks, {"checkpoint": True, "autocast": True}),
-        ],
+        ("name", "shape", "checkpoint"),
+        [("nested", nested, False), ("nested", nested, True), ("only blocks", only_blocks, True)],
         ids=["plain-nested", "checkpoint-nested", "checkpoint-only_blocks"],
     )
-    def test_the_units_of_other_models_are_their_blocks(self, answer, device, name, shape, options):
-        """A block inside a block is a unit, also one of a subclass, which may be named too; what
-        has a class of the same name is none. Slices of one tensor are not shared, nor is a bias
-        that is not there. The root may have nothing.
-        """
-        memory, calls = books(answer, device, 8, shape=shape, **options)
-        check_calls(calls, planned(shape, 8), what=f"a step of the model: {name}")
-        left = {kind: memory.after[kind] for kind in ("unsharded", "communication", "activations")}
+    def test_the_units_of_other_models_are_their_blocks(
+        self, answer, device, name, shape, checkpoint
+    ):
+        """A block inside a block is a unit, also one of a subclass. The root may have nothing."""
+        what = f"a step of the model: {name}"
+        after = check_step(answer, device, shape, what, checkpoint=checkpoint).after
+        left = {kind: after[kind] for kind in ("unsharded", "communication", "activations")}
         want = {"unsharded": 0, "communication": 0, "activations": 2 * 512}  # inputs and targets
         cause = "what a block gets, returns or gathers is held by more than the step"
         check_equal(left, want, "bytes that are left after a step", cause=cause)
 
     @pytest.mark.exact("wrap", "kept")
     @pytest.mark.parametrize(
-        ("shape", "options"),
-        [
-            (tall, {}),
-            (nested, {}),
-            (integers_first, {"train": False}),
-        ],
-        ids=["six_blocks", "nested", "eval_mode-integers_first"],
+        ("shape", "train"),
+        [(tall, True), (nested, True), (wide, False)],
+        ids=["six_blocks", "nested", "eval_mode"],
     )
-    def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, options):
+    def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, train):
         """reshard_after_forward=False: n + 1 gathers, n + 1 reductions."""
-        calls = books(answer, device, 8, shape=shape, **KEPT, **options).calls
-        want = planned(shape, 8, gathers=1)
-        mode = "" if options.get("train", True) else " in eval mode"
-        check_calls(calls, want, what=f"a step with reshard_after_forward=False{mode}")
+        what = "a step with reshard_after_forward=False" + " in eval mode" * (not train)
+        check_step(answer, device, shape, what, train=train, **KEPT)
 
     @pytest.mark.exact("wrap", "values")
     def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
@@ -116,7 +99,7 @@ class TestPart1Wrap:
 
     @pytest.mark.exact("wrap", "values")
     def test_models_of_other_shapes_train_as_one_process(self, answer, world):
-        """Frozen, tied, nested, no root, a block at two places, blocks with keywords and tuples."""
+        """Frozen, tied, nested, no root, blocks with keywords and tuples."""
         cause = "a parameter is in no unit, so it has this rank's gradient only; or it does not "
         cause += "require a gradient as before; or the model returns what a unit should not"
         hold(answer, world, "shapes", cause=cause)
@@ -125,13 +108,12 @@ class TestPart1Wrap:
     def test_frozen_parameters_are_sharded_too(self, answer, device):
         """They are gathered as others are; what has no gradient is not reduced."""
         shape = SHAPES["frozen"]
-        memory, calls = books(answer, device, 8, shape=shape)
+        held = books(answer, device, shape=shape).memory.after["shards"]
         limit = shard_bytes(shape()[0].parameters(), 8) + 512
         what = f"weights on rank 0 of 8, many of them frozen, of at most {limit} bytes"
         cause = "a parameter without a gradient stays whole on every rank"
-        held = memory.after["shards"]
         check(held <= limit, expected=what, got=held, cause=cause)
-        check_calls(calls, planned(shape, 8), what="a step of a model with frozen parts")
+        check_step(answer, device, shape, "a step of a model with frozen parts")
 
     @pytest.mark.saves("wrap", "state")
     @RANKS
@@ -161,23 +143,15 @@ class TestPart1Wrap:
         )
 
     @pytest.mark.saves("wrap", "state")
-    def test_nothing_holds_the_whole_parameters_any_more(self, answer, reference, device):
-        """The sum over parameters of 4 ceil(rows / N) columns bytes, and a buffer; as much again
-        and a scalar each for Adagrad, which makes its state at once.
-        """
-        plain = [*wide()[0].parameters(), torch.ones(simulated.WIDE, simulated.WIDE)]
-        scalars = 512 * (len(plain) + 1)
-        yours, theirs = (simulated.left_by_wrap(m, device) for m in (answer, reference))
-        check_bar(
-            "what is alive after wrap, on rank 0 of 8",
-            yours,
-            2 * shard_bytes(plain, 8) + scalars,
-            plain=2 * shard_bytes(plain, 1) + scalars,
-            reference=theirs,
-            formula=f"2 x ({ROWS}) + scalars",
-            cause="something still has the parameters of before: a list, a table of names, or "
-            "another optimizer",
-        )
+    @bar(
+        "what is alive after wrap, on rank 0 of 8",
+        f"{ROWS}, + a buffer",
+        "something still has the parameters of before: a list, a table of names, or an optimizer",
+    )
+    def test_nothing_holds_the_whole_parameters_any_more(self, device):
+        """The sum over parameters of 4 ceil(rows / N) columns bytes, and 512 for the buffer."""
+        parts, whole = (shard_bytes(wide()[0].parameters(), ranks) + 512 for ranks in (8, 1))
+        return lambda module: simulated.left_by_wrap(module, device), parts, whole
 
     @pytest.mark.saves("wrap", "gathered")
     def test_the_peak_is_the_state_and_a_few_blocks(self, answer, reference, device):
@@ -216,7 +190,7 @@ class TestPart1Wrap:
     @pytest.mark.saves("wrap", 1)
     @pytest.mark.parametrize(
         ("shape", "options"),
-        [(simulated.in_a_dict, {}), (tall, KEPT), (nested, KEPT)],
+        [(tall, {}), (tall, KEPT), (nested, KEPT)],
         ids=["given_back", "kept", "kept-nested"],
     )
     def test_a_forward_alone_leaves_nothing_gathered(
@@ -227,16 +201,15 @@ class TestPart1Wrap:
     @pytest.mark.survives("wrap", 1)
     @pytest.mark.parametrize(
         ("shape", "options"),
-        [(look_alikes, {}), (with_a_subclass, {"checkpoint": True}), (wide, KEPT)],
+        [(nested, {}), (nested, {"checkpoint": True}), (wide, KEPT)],
         ids=["nested", "checkpoint-nested", "kept"],
     )
     def test_a_step_after_a_forward_alone_gathers_as_before(self, answer, device, shape, options):
         """The root has something: else FSDP2 gathers in the order of the forward under no_grad too,
         and before torch 2.13 nothing public forgets it.
         """
-        calls = books(answer, device, 8, shape=shape, looked=True, **options).calls
-        want = planned(shape, 8, gathers=1 if options == KEPT else 2)
-        check_calls(calls, want, what=f"a step after a forward under no_grad, with {options}")
+        what = f"a step after a forward under no_grad, with {options}"
+        check_step(answer, device, shape, what, looked=True, **options)
 
     @pytest.mark.survives("wrap", "Raises")
     @pytest.mark.parametrize("what", REFUSED, ids=lambda w: w.replace(" ", "_"))
@@ -262,8 +235,7 @@ class TestPart1Wrap:
     @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_only_the_ranks_of_the_mesh_share_the_model(self, answer, world):
         """One model on four ranks, where one has no row of the head; then two side by side, each on
-        half of the ranks, with data of its own. A block has a second name, which stands before the
-        block around it.
+        half of the ranks, with data of its own.
         """
         cause = "another group than the mesh's takes part: that of all ranks, which is the default"
         hold(answer, world, "meshes", cause=cause)

@@ -6,7 +6,7 @@ import pytest
 
 from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.steps import check_activations, check_held, check_reductions, second_step
+from specs.fsdp_wrap.steps import check_activations, check_held, check_reductions
 
 
 class TestPart4SyncLast:
@@ -18,8 +18,8 @@ class TestPart4SyncLast:
 
     @pytest.mark.exact("train_step", 1)
     def test_every_option_goes_with_it(self, answer, world):
-        """Clipping, checkpoints, kept blocks, two groups, old gradients, a forward in the loss,
-        errors between two micro-batches, and a plain step after.
+        """Clipping, checkpoints, kept blocks, two groups, old gradients, an error, and a plain step
+        after.
         """
         cause = "options exclude each other: clipped, kept, checkpointed, for all groups; or what "
         cause += "was switched off, or added up whole, for a few micro-batches stays"
@@ -36,9 +36,7 @@ class TestPart4SyncLast:
         """On 64 ranks, whatever the number of micro-batches, also if the last one is the first. The
         gathers are those of a step for each.
         """
-        many, options = (300,) * count, {"blocks": 1, "sync": "last", "max_norm": 1.0}
-        calls = second_step(answer, device, 64, many, again=True, wrapped=wrapped, **options)[1]
-        check_reductions(calls, 64, 1, count, 1, wrapped)
+        check_reductions(answer, device, 64, "last", (300,) * count, blocks=1, wrapped=wrapped)
 
     @pytest.mark.saves("train_step", 1)
     def test_holds_one_set_of_whole_gradients(self, answer, reference, device):
