@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.ranks.shapes import SHAPES, Shape
+from kit.ranks.shapes import SHAPES, Shape, made
 from kit.ranks.toys import FEATURES, OUTPUTS, Block, make
 
 
@@ -35,6 +35,9 @@ class Backwards(nn.Sequential):
 
 ROWS, COLUMNS, TALL_BLOCKS = 4093, 8, 6
 WIDE, WIDE_BLOCKS = 61, 3
+WIDTH, CLASSES = 40, 400
+
+narrow, one_block = made(width=WIDTH, blocks=3), made(width=WIDTH, blocks=1)
 
 
 def tall() -> Shape:
@@ -51,6 +54,13 @@ def wide() -> Shape:
     rows of some parameters, and much padding.
     """
     return make(WIDE, WIDE_BLOCKS), Block
+
+
+def classes() -> Shape:
+    """One narrow block, and an output of many classes."""
+    model = make(WIDTH)
+    model.head = nn.Linear(WIDTH, CLASSES)
+    return model, Block
 
 
 def detached() -> Shape:

@@ -1,43 +1,46 @@
-"""One rank of many in this process: what a step holds and calls, for the specs of wrap."""
+"""One rank of many in this process: what a step holds and calls, by hand or by train_step."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kit.laws.checks import check, check_bar, check_equal
+from kit.laws.checks import SpecFailure, check, check_bar, check_equal
 from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
 from kit.ranks.collectives import Collective, collectives
-from kit.ranks.shapes import Shape
-from kit.ranks.shards import part, rounded, units, whole_bytes
+from kit.ranks.shapes import Shape, nested
+from kit.ranks.shards import part, rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import data
-from specs.fsdp_wrap.cases import adamw
+from specs.fsdp_wrap.cases import Still, adamw
 from specs.fsdp_wrap.shapes import (
+    CLASSES,
     COLUMNS,
     ROWS,
     TALL_BLOCKS,
     WIDE,
     WIDE_BLOCKS,
+    classes,
+    narrow,
     wide,
 )
 
+SAMPLES = 4
+MakeShape = Callable[[], Shape]
+
 
 class Books(NamedTuple):
-    """The second step of a rank: the first one makes what stays."""
+    """What a rank held, and what it called."""
 
     memory: Account
     calls: Counter[Collective]
-
-
-SAMPLES = 4
 
 
 @functools.cache
@@ -47,46 +50,54 @@ def books(
     ranks: int = 8,
     rank: int = 0,
     *,
-    shape: Callable[[], Shape] = wide,
-    samples: int = SAMPLES,
-    forward_only: bool = False,
-    adam: bool = False,
-    looked: bool = False,
+    shape: MakeShape = wide,
+    script: Sequence[str] = ("by hand", "by hand"),
+    samples: tuple[int, ...] = (SAMPLES,),
+    sync: str = "each",
     train: bool = True,
     **options: Any,
 ) -> Books:
-    """A forward and a backward of `rank` of `ranks`, with a step of Adam where that is counted, or
-    a forward under no_grad after them, or one `looked` before; measured once for all specs.
+    """Of the last thing of a script, on `rank` of `ranks`; those before make what stays.
+
+    by hand  a forward and a backward
+    adam     the same, and a step of AdamW
+    look     a forward under no_grad
+    step     train_step; with sync="last" the last micro-batch is the first again
     """
     with simulated_world(ranks, device, rank=rank) as mesh:
         model, kinds = shape()
         model.to(device).train(train)
-        optimizer = answer.wrap(model, mesh, kinds, adamw, **options)
-        (batch,) = data([samples], seed=0)
-        inputs, targets = (tensor.to(device) for tensor in batch)
+        optimizer = answer.wrap(model, mesh, kinds, adamw if "adam" in script else Still, **options)
+        window = [(x.to(device), y.to(device)) for x, y in data(samples, seed=0)]
+        if sync == "last":
+            window[-1] = window[0]
+        inputs, targets = window[0]
 
-        def step() -> None:
-            mse(model(inputs), targets).backward()
-            if adam:
+        def play(thing: str, count: int = len(window)) -> None:
+            if thing == "step":
+                answer.train_step(model, window[:count], loss, optimizer, sync=sync, max_norm=1.0)
+            elif thing == "look":
+                with torch.no_grad():
+                    model(inputs)
+            else:
+                loss(model(inputs), targets).backward()
+            if thing == "adam":
                 optimizer.step()
 
-        @torch.no_grad()
-        def look() -> None:
-            model(inputs)
-
-        step()
-        if looked:
-            look()
-        optimizer.zero_grad()
+        for thing in script[:-1]:
+            play(thing, 1)
+        if script[-1] != "step":
+            optimizer.zero_grad()
+        last = functools.partial(play, script[-1])
         with collectives() as calls:
-            memory = account(
-                look if forward_only else step,
-                device,
-                model=model,
-                optimizer=optimizer,
-                known=[inputs, targets],
-            )
+            known = [tensor for batch in window for tensor in batch]
+            memory = account(last, device, model=model, optimizer=optimizer, known=known)
         return Books(memory, Counter(calls))
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Of many classes a sum, whose gradient takes no memory."""
+    return output.sum(1).mean() if output.shape[-1] == CLASSES else mse(output, targets)
 
 
 def left_by_wrap(answer: Any, device: torch.device) -> int:
@@ -100,55 +111,68 @@ def left_by_wrap(answer: Any, device: torch.device) -> int:
         return before + measure(lambda: held.append(wrap()), device, known=[model]).retained
 
 
-def check_step(
+def planned(
+    shape: MakeShape, ranks: int, options: dict[str, Any], reductions: int = 1, passes: int = 1
+) -> Counter[Collective]:
+    """The calls of a step. A rank sends its part of a unit to gather it, in each pass, padding
+    included, and its whole gradients to reduce them: ranks times as much. What is frozen has none.
+    """
+    gathers = 1 if options.get("reshard_after_forward") is False or not reductions else 2
+    dtype = options.get("dtype", torch.float32)
+    *blocks, root = units(*shape())
+    plan = Counter[Collective]()
+    for unit, times in [*((block, gathers) for block in blocks), (root, 1)]:
+        if unit:
+            plan[Collective("all_gather", _parts(unit, ranks), dtype)] += times * passes
+        if trained := [p for p in unit if p.requires_grad]:
+            numel = ranks * _parts(trained, ranks)
+            plan[Collective("reduce_scatter", numel, torch.float32)] += reductions
+    return +plan
+
+
+def _parts(parameters: list[nn.Parameter], ranks: int) -> int:
+    return sum(part(p, ranks) for p in parameters)
+
+
+def check_calls(
     answer: Any,
     device: torch.device,
-    shape: Callable[[], Shape],
     what: str,
     ranks: int = 8,
     rank: int = 0,
+    *,
+    shape: MakeShape = wide,
+    script: Sequence[str] = ("by hand", "by hand"),
+    train: bool = True,
     **options: Any,
 ) -> Account:
-    """Fail unless a step makes the calls that follow from its options; what it has held."""
+    """Fail unless a script ends in the calls that follow from its options; what it has held."""
     __tracebackhide__ = True
-    memory, calls = books(answer, device, ranks, rank, shape=shape, **options)
-    is_kept = not options.get("reshard_after_forward", True)
-    dtype = options.get("dtype", torch.float32)
-    if options.get("forward_only"):
-        want = planned(shape, ranks, 1, dtype, reductions=0)
-    else:
-        want = planned(shape, ranks, 1 if is_kept else 2, dtype)
-    check_calls(calls, want, what=what)
-    return memory
-
-
-def check_calls(got: Counter[Collective], want: Counter[Collective], *, what: str) -> None:
-    """Fail unless a step makes these collective calls, in any order."""
-    __tracebackhide__ = True
+    given = {"shape": shape, "script": script, "train": train}
+    memory, got = books(answer, device, ranks, rank, **given, **options)
+    want = planned(shape, ranks, options, reductions=int(script[-1] != "look"))
     kinds = ("all_gather", "reduce_scatter")
     other = sorted({call.kind for call in got} - set(kinds))
-    counts = [sum(n for call, n in got.items() if call.kind == kind) for kind in kinds]
-    wanted = [sum(n for call, n in want.items() if call.kind == kind) for kind in kinds]
+    counts, wanted = (
+        [sum(n for call, n in calls.items() if call.kind == kind) for kind in kinds]
+        for calls in (got, want)
+    )
     check(
         not other and counts == wanted,
         expected=f"{wanted[0]} gathers and {wanted[1]} reductions in {what}",
         got=f"{counts[0]} and {counts[1]}" + (f", and {' and '.join(other)}" if other else ""),
         cause=_cause(got, want, [a - b for a, b in zip(counts, wanted, strict=True)]),
     )
-    is_only_dtype = _sizes(got) == _sizes(want)
+    mine, true = (sorted((c.kind, c.numel) for c in calls.elements()) for calls in (got, want))
     check(
         got == want,
         expected=f"in {what} calls of {show(want - got)}",
         got=f"of {show(got - want)} instead",
         cause="the units are the right ones: what they gather or reduce has another dtype"
-        if is_only_dtype
+        if mine == true
         else "the units are others, some with parameters of another; or shards are not by rows",
     )
-
-
-def _sizes(calls: Counter[Collective]) -> list[tuple[str, int]]:
-    """Of each call what it is and of how much, whatever the dtype."""
-    return sorted((call.kind, call.numel) for call in calls.elements())
+    return memory
 
 
 def _cause(got: Counter[Collective], want: Counter[Collective], more: list[int]) -> str:
@@ -168,12 +192,7 @@ def _cause(got: Counter[Collective], want: Counter[Collective], more: list[int])
             "a unit is given back that is needed again, or is gathered only to be looked at, or "
             "ahead by the order of another pass"
         )
-    lacking = want - got
-    if lacking.total() == 1 and {*lacking} <= once:
-        return (
-            "a unit that is gathered once was whole already: from a pass before, without backward"
-        )
-    return "a block is not given back after forward"
+    return "a block is not given back after forward, or is whole already, from a pass before"
 
 
 def show(calls: Counter[Collective]) -> str:
@@ -184,51 +203,132 @@ def show(calls: Counter[Collective]) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def planned(
-    shape: Callable[[], Shape],
-    ranks: int,
-    gathers: int = 2,
-    dtype: torch.dtype = torch.float32,
-    reductions: int = 1,
-    passes: int = 1,
-) -> Counter[Collective]:
-    """The calls of a step. A rank sends its part of a unit to gather it, in each pass, padding
-    included, and its whole gradients to reduce them: ranks times as much. What is frozen has none.
+def check_calls_of_steps(
+    answer: Any, device: torch.device, ranks: int, shape: MakeShape, **options: Any
+) -> None:
+    """Fail unless a train_step gathers each unit as a step of wrap does for each micro-batch, and
+    reduces it for each, or once with sync="last"; the rest is little.
     """
-    *blocks, root = units(*shape())
-    plan = Counter[Collective]()
-    for unit, times in [*((block, gathers) for block in blocks), (root, 1)]:
-        if unit:
-            plan[Collective("all_gather", _parts(unit, ranks), dtype)] += times * passes
-        if trained := [p for p in unit if p.requires_grad]:
-            numel = ranks * _parts(trained, ranks)
-            plan[Collective("reduce_scatter", numel, torch.float32)] += reductions
-    return +plan
-
-
-def _parts(parameters: list[nn.Parameter], ranks: int) -> int:
-    return sum(part(p, ranks) for p in parameters)
+    __tracebackhide__ = True
+    got = books(answer, device, ranks, shape=shape, script=("step", "step"), **options).calls
+    count = len(options["samples"])
+    times = 1 if options.get("sync") == "last" else count
+    want = planned(shape, ranks, options, reductions=times, passes=count)
+    limit = 64 + 4 * len([*shape()[0].parameters()])
+    large = {c: n for c, n in (got - want).items() if c.numel * c.dtype.itemsize > limit}
+    lacking, more = want - got, Counter(large)
+    less_reduced, more_reduced = (
+        any(c.kind == "reduce_scatter" for c in calls) for calls in (lacking, more)
+    )
+    if more_reduced:
+        cause = "micro-batches whose gradients are not wanted yet are reduced"
+    elif less_reduced:
+        cause = "a backward pass that should reduce gradients does not"
+    elif lacking:
+        cause = "a unit, that of the root perhaps, stays gathered for the next micro-batch"
+    else:
+        cause = "a unit is gathered once too often; or gradients are sent, or more numbers than a "
+        cause += "norm needs"
+    if lacking or more:
+        raise SpecFailure(
+            f"in {count} micro-batches calls of {show(want)}, and else of at most {limit} bytes",
+            f"without {show(lacking)}, and with {show(more)} besides",
+            cause,
+            sure=True,
+            clause="" if more_reduced or less_reduced else 6,  # of train_step
+        )
 
 
 def check_whole(
     yours: Account,
     theirs: Account,
-    blocks: list[int],
-    root: int,
+    shape: MakeShape,
+    ranks: int,
     where: str,
-    reshard: bool = True,
     cause: str = "blocks are not given back after forward, or a unit is more than one block",
+    **options: Any,
 ) -> None:
-    """Fail if more is gathered at a time than two blocks and the root's unit."""
+    """Fail if more is gathered at a time than two blocks, one around them, and the root's unit."""
     __tracebackhide__ = True
+    count = 3 if shape is nested else 2
+    itemsize = options.get("dtype", torch.float32).itemsize
+    *blocks, root = (whole_bytes(unit, ranks, itemsize) for unit in units(*shape()))
+    reshard = options.get("reshard_after_forward", True)
     check_bar(
         f"gathered parameters {where}",
         yours.most["unsharded"],
-        (sum(sorted(blocks)[-2:]) if reshard else sum(blocks)) + root,
+        (sum(sorted(blocks)[-count:]) if reshard else sum(blocks)) + root,
         plain=sum(blocks) + root if reshard else None,
         reference=theirs.most["unsharded"],
-        formula="two blocks + the root's unit" if reshard else "the whole model",
+        formula=f"{count} blocks + the root's unit" if reshard else "the whole model",
         cause=cause,
+    )
+
+
+def check_forward_alone(
+    answer: Any, reference: Any, device: torch.device, shape: MakeShape, **options: Any
+) -> None:
+    """Under no_grad n + 1 gathers; two blocks and the root's unit at most, and then none. With
+    reshard_after_forward=False the whole model at most. Then a step gathers as before.
+    """
+    __tracebackhide__ = True
+    what, script = "a forward under no_grad", ("by hand", "look")
+    yours, theirs = (
+        check_calls(module, device, what, shape=shape, script=script, **options)
+        for module in (answer, reference)
+    )
+    check_whole(yours, theirs, shape, 8, f"in {what}", **options)
+    cause = "no backward comes that would give it back: the root's unit, or all of them"
+    check_equal(yours.after["unsharded"], 0, f"gathered bytes after {what}", cause=cause)
+    script = (*script, "by hand")
+    check_calls(answer, device, f"a step after {what}", shape=shape, script=script, **options)
+
+
+def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:
+    """Fail if more whole gradients, whole parameters or activations are held than this sync needs:
+    activations of 3 micro-batches are those of 1, the data of 2 more, and 8 numbers of each.
+
+    An output that is kept, until the next one is there too, is more: 200 x 400 are 313 KiB.
+    """
+    __tracebackhide__ = True
+    parts = shard_bytes(narrow()[0].parameters(), 64)
+    whole = [whole_bytes(unit, 1) for unit in units(*narrow())]
+    of_whole = 2 * max(whole) if sync == "each" else sum(whole) + max(whole)
+    options: dict[str, Any] = {"script": ("step", "step"), "sync": sync}
+    yours, theirs = (
+        books(module, device, 64, shape=narrow, samples=(4, 3, 5), **options).memory
+        for module in (answer, reference)
+    )
+    check_bar(
+        f"gradients at their most on rank 0 of 64, sync={sync!r}",
+        yours.most["gradients"],
+        parts + of_whole,
+        plain=parts + (1 + (sync == "last")) * sum(whole),
+        reference=theirs.most["gradients"],
+        formula="shards + the whole gradients of "
+        + ("two blocks" if sync == "each" else "the model and one more block"),
+        cause="whole gradients are held beyond the backward pass of their unit"
+        if sync == "each"
+        else "there is a second set of whole gradients",
+    )
+    where = f"on 64 ranks, 3 micro-batches, sync={sync!r}"
+    cause = "blocks stay gathered for the next micro-batch"
+    check_whole(yours, theirs, narrow, 64, where, cause)
+
+    def most(module: Any, count: int) -> int:
+        memory = books(module, device, shape=classes, samples=(200,) * count, **options).memory
+        return memory.most["activations"]
+
+    one, mine, true = most(answer, 1), most(answer, 3), most(reference, 3)
+    data_of_one = sum(rounded(4 * 200 * size) for size in (5, 3))
+    check_bar(
+        "activations at their most, 3 micro-batches",
+        mine,
+        one + 2 * (data_of_one + 8 * 512),
+        plain=3 * one,
+        reference=true,
+        formula="those of 1 micro-batch + the data of 2 + 8 numbers of each",
+        cause="graphs or outputs are kept while the next micro-batch runs",
     )
 
 
@@ -247,22 +347,3 @@ def activations_of_wide(samples: int, itemsize: int) -> int:
     row, hidden = itemsize * samples * WIDE, itemsize * samples * (3 * WIDE + 1)
     block = 2 * rounded(row) + rounded(hidden) + 2 * rounded(4 * samples)
     return WIDE_BLOCKS * block + 2 * rounded(row) + 2 * rounded(hidden) + 6 * rounded(20 * samples)
-
-
-def check_forward_alone(
-    answer: Any, reference: Any, device: torch.device, shape: Any, options: dict[str, Any]
-) -> None:
-    """Under no_grad n + 1 gathers; two blocks and the root's unit at most, and then none. With
-    reshard_after_forward=False the whole model at most.
-    """
-    __tracebackhide__ = True
-    dtype, is_kept = options.get("dtype", torch.float32), "reshard_after_forward" in options
-    what = "a forward under no_grad"
-    yours, theirs = (
-        check_step(module, device, shape, what, forward_only=True, **options)
-        for module in (answer, reference)
-    )
-    *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*shape()))
-    check_whole(yours, theirs, blocks, root, f"in {what}", not is_kept)
-    cause = "no backward comes that would give it back: the root's unit, or all of them"
-    check_equal(yours.after["unsharded"], 0, f"gathered bytes after {what}", cause=cause)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.optim import Optimizer
 
 from kit.laws.bars import bar
@@ -11,16 +10,22 @@ from kit.laws.checks import check, check_bar, check_equal
 from kit.ranks.shapes import SHAPES, nested, only_blocks
 from kit.ranks.shards import shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
-from kit.ranks.toys import FEATURES
 from specs.fsdp_wrap import ranks as programs
-from specs.fsdp_wrap import simulated
-from specs.fsdp_wrap.cases import KEPT, adamw
+from specs.fsdp_wrap.cases import CHECKPOINT, KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import REFUSED, check_refused
 from specs.fsdp_wrap.shapes import tall, wide
-from specs.fsdp_wrap.simulated import activations_of_tall, books, check_step
+from specs.fsdp_wrap.simulated import (
+    activations_of_tall,
+    books,
+    check_calls,
+    check_forward_alone,
+    check_whole,
+    left_by_wrap,
+)
 
 RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
+ADAM = {"script": ("adam", "adam")}
 ROWS = "1 / N of the rows of each parameter, rounded up"
 
 
@@ -30,9 +35,7 @@ class TestPart1Wrap:
     def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(
         self, answer, device, ranks
     ):
-        """In blocks, in the root, trained or not, with and without rows here, also on one rank; and
-        a step can be made.
-        """
+        """In blocks, in the root, trained or not, with and without rows here, also on one rank."""
         model, kinds = SHAPES["frozen"]()
         with simulated_world(ranks, device, rank=ranks - 1) as mesh:
             optimizer = answer.wrap(model.to(device), mesh, kinds, adamw)
@@ -50,8 +53,6 @@ class TestPart1Wrap:
             cause = "the optimizer holds the parameters of before, or some of them: not those "
             cause += "without rows on this rank, or not what is frozen now may train later"
             check_equal(missing, [], "parameters that the optimizer lacks", cause=cause)
-            model(torch.ones(2, FEATURES, device=device)).sum().backward()
-            optimizer.step()
 
     @pytest.mark.exact("wrap", "calls")
     @RANKS
@@ -59,8 +60,7 @@ class TestPart1Wrap:
         self, answer, device, ranks, rank
     ):
         """n blocks: 2 n + 1 gathers of a rank's part of a unit, n + 1 reductions of whole ones."""
-        what = f"a step of 3 blocks on {ranks} ranks"
-        check_step(answer, device, wide, what, ranks, rank, adam=True)
+        check_calls(answer, device, f"a step of 3 blocks on {ranks} ranks", ranks, rank, **ADAM)
 
     @pytest.mark.exact("wrap", "units")
     @pytest.mark.parametrize(
@@ -73,11 +73,7 @@ class TestPart1Wrap:
     ):
         """A block inside a block is a unit, also one of a subclass. The root may have nothing."""
         what = f"a step of the model: {name}"
-        after = check_step(answer, device, shape, what, checkpoint=checkpoint).after
-        left = {kind: after[kind] for kind in ("unsharded", "communication", "activations")}
-        want = {"unsharded": 0, "communication": 0, "activations": 2 * 512}  # inputs and targets
-        cause = "what a block gets, returns or gathers is held by more than the step"
-        check_equal(left, want, "bytes that are left after a step", cause=cause)
+        check_calls(answer, device, what, shape=shape, checkpoint=checkpoint)
 
     @pytest.mark.exact("wrap", "kept")
     @pytest.mark.parametrize(
@@ -88,7 +84,7 @@ class TestPart1Wrap:
     def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, train):
         """reshard_after_forward=False: n + 1 gathers, n + 1 reductions."""
         what = "a step with reshard_after_forward=False" + " in eval mode" * (not train)
-        check_step(answer, device, shape, what, train=train, **KEPT)
+        check_calls(answer, device, what, shape=shape, train=train, **KEPT)
 
     @pytest.mark.exact("wrap", "values")
     def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
@@ -107,13 +103,7 @@ class TestPart1Wrap:
     @pytest.mark.exact("wrap", 3)
     def test_frozen_parameters_are_sharded_too(self, answer, device):
         """They are gathered as others are; what has no gradient is not reduced."""
-        shape = SHAPES["frozen"]
-        held = books(answer, device, shape=shape).memory.after["shards"]
-        limit = shard_bytes(shape()[0].parameters(), 8) + 512
-        what = f"weights on rank 0 of 8, many of them frozen, of at most {limit} bytes"
-        cause = "a parameter without a gradient stays whole on every rank"
-        check(held <= limit, expected=what, got=held, cause=cause)
-        check_step(answer, device, shape, "a step of a model with frozen parts")
+        check_calls(answer, device, "a step of a model with frozen parts", shape=SHAPES["frozen"])
 
     @pytest.mark.saves("wrap", "state")
     @RANKS
@@ -124,8 +114,10 @@ class TestPart1Wrap:
         twice as much for Adam's averages, which has a scalar of each besides; one for a buffer.
         """
         plain = list(wide()[0].parameters())
-        yours = books(answer, device, ranks, rank, adam=True).memory.after
-        theirs = books(reference, device, ranks, rank, adam=True).memory.after
+        yours, theirs = (
+            books(module, device, ranks, rank, **ADAM).memory.after
+            for module in (answer, reference)
+        )
         cause = "some parameters are not sharded: those of the root, or frozen ones"
         scalars = {"shards": 512, "gradients": 0, "optimizer state": 512 * len(plain)}
         for kind, more in scalars.items():
@@ -151,7 +143,7 @@ class TestPart1Wrap:
     def test_nothing_holds_the_whole_parameters_any_more(self, device):
         """The sum over parameters of 4 ceil(rows / N) columns bytes, and 512 for the buffer."""
         parts, whole = (shard_bytes(wide()[0].parameters(), ranks) + 512 for ranks in (8, 1))
-        return lambda module: simulated.left_by_wrap(module, device), parts, whole
+        return lambda module: left_by_wrap(module, device), parts, whole
 
     @pytest.mark.saves("wrap", "gathered")
     def test_the_peak_is_the_state_and_a_few_blocks(self, answer, reference, device):
@@ -162,9 +154,9 @@ class TestPart1Wrap:
         plain = list(tall()[0].parameters())
         *blocks, root = (whole_bytes(unit, 64) for unit in units(*tall()))
         yours, theirs = (
-            books(m, device, 64, shape=tall, adam=True).memory for m in (answer, reference)
+            books(module, device, 64, shape=tall, **ADAM).memory for module in (answer, reference)
         )
-        simulated.check_whole(yours, theirs, blocks, root, "on 64 ranks")
+        check_whole(yours, theirs, tall, 64, "on 64 ranks")
         check_bar(
             "buffers to gather and to reduce on 64 ranks",
             yours.most["communication"],
@@ -190,26 +182,16 @@ class TestPart1Wrap:
     @pytest.mark.saves("wrap", 1)
     @pytest.mark.parametrize(
         ("shape", "options"),
-        [(tall, {}), (tall, KEPT), (nested, KEPT)],
-        ids=["given_back", "kept", "kept-nested"],
+        [(tall, {}), (tall, KEPT), (nested, KEPT), (nested, CHECKPOINT)],
+        ids=["given_back", "kept", "kept-nested", "checkpoint-nested"],
     )
     def test_a_forward_alone_leaves_nothing_gathered(
         self, answer, reference, device, shape, options
     ):
-        simulated.check_forward_alone(answer, reference, device, shape, options)
-
-    @pytest.mark.survives("wrap", 1)
-    @pytest.mark.parametrize(
-        ("shape", "options"),
-        [(nested, {}), (nested, {"checkpoint": True}), (wide, KEPT)],
-        ids=["nested", "checkpoint-nested", "kept"],
-    )
-    def test_a_step_after_a_forward_alone_gathers_as_before(self, answer, device, shape, options):
         """The root has something: else FSDP2 gathers in the order of the forward under no_grad too,
         and before torch 2.13 nothing public forgets it.
         """
-        what = f"a step after a forward under no_grad, with {options}"
-        check_step(answer, device, shape, what, looked=True, **options)
+        check_forward_alone(answer, reference, device, shape, **options)
 
     @pytest.mark.survives("wrap", "Raises")
     @pytest.mark.parametrize("what", REFUSED, ids=lambda w: w.replace(" ", "_"))

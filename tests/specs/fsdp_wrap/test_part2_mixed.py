@@ -9,12 +9,15 @@ from kit.laws.checks import check_bar, check_equal
 from kit.ranks.shapes import SHAPES, nested
 from kit.ranks.shards import units
 from kit.ranks.simulated import simulated_world
-from kit.ranks.toys import Block, make
-from specs.fsdp_wrap import simulated
 from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.shapes import Watched, WatchedModel, tall, wide
-from specs.fsdp_wrap.simulated import books, check_step
+from specs.fsdp_wrap.simulated import (
+    activations_of_wide,
+    books,
+    check_calls,
+    check_forward_alone,
+)
 
 BF16 = torch.bfloat16
 SAMPLES = 128  # so that activations are many times the 512 bytes that storages are rounded to
@@ -31,7 +34,7 @@ class TestPart2Mixed:
     @pytest.mark.parametrize(
         ("shape", "options"),
         [
-            (wide, {"samples": SAMPLES}),
+            (wide, {}),
             (SHAPES["frozen"], {}),
             (nested, {"checkpoint": True}),
             (nested, KEPT | {"checkpoint": True}),
@@ -40,25 +43,19 @@ class TestPart2Mixed:
     )
     def test_gathers_bfloat16_and_reduces_float32(self, answer, device, shape, options):
         """As many calls as in float32; what is gathered has half the bytes."""
-        check_step(answer, device, shape, "a step in bfloat16 on 8 ranks", dtype=BF16, **options)
+        check_calls(
+            answer, device, "a step in bfloat16 on 8 ranks", shape=shape, dtype=BF16, **options
+        )
 
     @pytest.mark.exact("wrap", "bfloat16")
-    def test_shards_gradients_and_state_are_float32(self, answer, device):
-        with simulated_world(8, device) as mesh:
-            model = make().to(device)
-            optimizer = answer.wrap(model, mesh, Block, adamw, dtype=BF16)
-            model(torch.ones(2, 5, device=device)).sum().backward()
-            optimizer.step()
-            kinds = {
-                "shards": {p.dtype for p in model.parameters()},
-                "gradients": {p.grad.dtype for p in model.parameters()},
-                "optimizer state": {
-                    v.dtype for state in optimizer.state.values() for v in state.values()
-                },
-            }
-        for what, dtypes in kinds.items():
+    def test_shards_gradients_and_state_are_float32(self, answer, reference, device):
+        """They have as many bytes as those of a model that is wrapped in float32."""
+        script = ("adam", "adam")
+        got = books(answer, device, script=script, dtype=BF16).memory.after
+        want = books(reference, device, script=script).memory.after
+        for kind in ("shards", "gradients", "optimizer state"):
             cause = "the model is in bfloat16 itself, so updates are rounded to 8 bits"
-            check_equal(dtypes, {torch.float32}, f"dtypes of {what}", cause=cause)
+            check_equal(got[kind], want[kind], f"bytes of {kind}", cause=cause)
 
     @pytest.mark.saves("wrap", "bfloat16")
     def test_whole_blocks_and_activations_take_half_the_bytes(self, answer, reference, device):
@@ -66,9 +63,9 @@ class TestPart2Mixed:
 
         Activations: 2 bytes a number in each of three blocks + one more block in backward, + 5 %.
         """
-        plain = books(reference, device, samples=SAMPLES).memory.most
+        plain = books(reference, device, samples=(SAMPLES,)).memory.most
         yours, theirs = (
-            books(module, device, samples=SAMPLES, dtype=BF16).memory.most
+            books(module, device, samples=(SAMPLES,), dtype=BF16).memory.most
             for module in (answer, reference)
         )
         *blocks, root = units(*wide())
@@ -84,7 +81,7 @@ class TestPart2Mixed:
         check_bar(
             f"activations in bfloat16 of {SAMPLES} samples",
             yours["activations"],
-            1.05 * simulated.activations_of_wide(SAMPLES, 2),
+            1.05 * activations_of_wide(SAMPLES, 2),
             plain=plain["activations"],
             reference=theirs["activations"],
             formula="1.05 x (what 4 blocks keep, 2 bytes a number, + one block in backward)",
@@ -100,8 +97,7 @@ class TestPart2Mixed:
     def test_a_forward_alone_in_bfloat16_leaves_nothing_gathered(
         self, answer, reference, device, shape, options
     ):
-        options = options | {"dtype": BF16}
-        simulated.check_forward_alone(answer, reference, device, shape, options)
+        check_forward_alone(answer, reference, device, shape, dtype=BF16, **options)
 
     @pytest.mark.survives("wrap", 5)
     @pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpoint"])

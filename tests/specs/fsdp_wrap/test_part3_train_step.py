@@ -7,8 +7,10 @@ import pytest
 from kit.laws.bars import bar
 from kit.ranks.shards import rounded
 from specs.fsdp_wrap import ranks as programs
+from specs.fsdp_wrap.cases import CHECKPOINT, KEPT
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.steps import check_activations, check_held, check_reductions, second_step
+from specs.fsdp_wrap.shapes import WIDTH, narrow, one_block
+from specs.fsdp_wrap.simulated import books, check_calls_of_steps, check_held
 
 # How many micro-batches each rank has.
 COUNTS = [[2, 0], [0, 0], [2, 1, 3, 2]]
@@ -27,17 +29,19 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", 6)
     @pytest.mark.parametrize(
-        ("ranks", "options"),
+        ("ranks", "shape", "samples", "options"),
         [
-            (64, {}),
-            (8, {"wrapped": "checkpoint"}),
-            (8, {"samples": (1,) * 16, "blocks": 1, "wrapped": "kept"}),
+            (64, narrow, (4, 3, 5), {}),
+            (8, narrow, (4, 3, 5), CHECKPOINT),
+            (8, one_block, (1,) * 16, KEPT),
         ],
         ids=["64", "checkpoint-8", "many-kept-8"],
     )
-    def test_reduces_every_unit_for_each_micro_batch(self, answer, device, ranks, options):
+    def test_reduces_every_unit_for_each_micro_batch(
+        self, answer, device, ranks, shape, samples, options
+    ):
         """What else is sent does not grow with the number of micro-batches."""
-        check_reductions(answer, device, ranks, "each", **options)
+        check_calls_of_steps(answer, device, ranks, shape, samples=samples, **options)
 
     @pytest.mark.exact("train_step", "grad_norm")
     def test_the_norm_is_over_all_shards_of_all_ranks(self, answer, world):
@@ -90,15 +94,12 @@ class TestPart3TrainStep:
             hold(answer, world, group, cause="only a GPU does this, where the CPU's specs pass")
 
     @pytest.mark.saves("train_step", "memory")
-    def test_holds_shards_of_gradients(self, answer, reference, device):
+    def test_holds_shards_of_gradients_and_one_micro_batch(self, answer, reference, device):
         """Gradients: shards + the whole ones of two blocks. Parameters: two blocks and the root's
         unit, also from one micro-batch to the next, which would save a gather of every block.
+        Activations: those of one micro-batch.
         """
         check_held(answer, reference, device, "each")
-
-    @pytest.mark.saves("train_step", "memory")
-    def test_activations_are_those_of_one_micro_batch(self, answer, reference, device):
-        check_activations(answer, reference, device, "each")
 
     @pytest.mark.saves("wrap", "checkpoint")
     @bar(
@@ -112,14 +113,15 @@ class TestPart3TrainStep:
 
         A block keeps, plain, some 9 times its input: x, norm(x), and 3 times as wide tanh(up).
         """
-        samples, blocks = 200, 3
 
-        def most(module, blocks, wrapped="checkpoint"):
-            options = {"blocks": blocks, "wrapped": wrapped, "width": 32}
-            return second_step(module, device, 1, (samples,), **options)[0].most["activations"]
+        def most(module, shape=narrow, checkpoint=True):
+            given = {"shape": shape, "script": ("step", "step"), "samples": (200,)}
+            return books(module, device, 1, checkpoint=checkpoint, **given).memory.most[
+                "activations"
+            ]
 
-        limit = most(reference, 1, "") + (blocks - 1) * rounded(4 * samples * 32)
-        return lambda module: most(module, blocks), 1.08 * limit, most(reference, blocks, "")
+        limit = most(reference, one_block, False) + 2 * rounded(4 * 200 * WIDTH)
+        return most, 1.08 * limit, most(reference, checkpoint=False)
 
     @pytest.mark.survives("train_step", 7)
     @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from specs.fsdp_wrap import ranks as programs
+from specs.fsdp_wrap.cases import KEPT
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.steps import check_activations, check_held, check_reductions
+from specs.fsdp_wrap.shapes import one_block
+from specs.fsdp_wrap.simulated import check_calls_of_steps, check_held
 
 
 class TestPart4SyncLast:
@@ -31,12 +33,13 @@ class TestPart4SyncLast:
         world.run(answer, programs.accumulates)
 
     @pytest.mark.exact("train_step", 1)
-    @pytest.mark.parametrize(("wrapped", "count"), [("", 40), ("kept", 3)], ids=["plain", "kept"])
-    def test_reduces_every_unit_once(self, answer, device, wrapped, count):
+    @pytest.mark.parametrize(("options", "count"), [({}, 40), (KEPT, 3)], ids=["plain", "kept"])
+    def test_reduces_every_unit_once(self, answer, device, options, count):
         """On 64 ranks, whatever the number of micro-batches, also if the last one is the first. The
         gathers are those of a step for each.
         """
-        check_reductions(answer, device, 64, "last", (300,) * count, blocks=1, wrapped=wrapped)
+        given = {"samples": (300,) * count, "sync": "last"}
+        check_calls_of_steps(answer, device, 64, one_block, **given, **options)
 
     @pytest.mark.saves("train_step", 1)
     def test_holds_one_set_of_whole_gradients(self, answer, reference, device):
@@ -45,4 +48,3 @@ class TestPart4SyncLast:
         of one micro-batch.
         """
         check_held(answer, reference, device, "last")
-        check_activations(answer, reference, device, "last")
