@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader
-from specs.fsdp_wrap.shapes import detached, dropping_by_keyword
+from specs.fsdp_wrap.shapes import detached, dropping_by_keyword, tabled
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -92,11 +92,10 @@ CLIP = {"max_norm": 0.2}  # far below every norm
 EVALUATE = ("evaluate", "plain") * 2
 
 GROUPS: dict[str, dict[str, Case]] = {
-    "values": {"a model of odd sizes": Case()},
-    "shapes": {
-        name: Case(shape, script=("plain",))
+    "values": {
+        name: Case(shape, script=("plain", "plain") if name == "odd sizes" else ("plain",))
         for name, shape in SHAPES.items()
-        if name not in ("odd sizes", "a block twice")
+        if name != "a block twice"
     },
     "meshes": {
         "all ranks": Case(),
@@ -117,8 +116,14 @@ GROUPS: dict[str, dict[str, Case]] = {
         "only blocks, kept": Case(SHAPES["only blocks"], BF16 | KEPT),
         "eval mode, evaluated before": Case(DROP, BF16, script=EVALUATE, train=False),
     },
-    "one step": {"one step": Case(script=STEP)},
-    "steps": {"Adam": Case(script=STEPS, make_optimizer=adamw)},
+    "bfloat16 inputs": {
+        "tokens": Case(tabled, BF16, lengths=True),
+        "tokens, checkpoint": Case(tabled, BF16 | CHECKPOINT, lengths=True),
+    },
+    "steps": {
+        "one step": Case(script=STEP),
+        "four steps, Adam": Case(script=STEPS, make_optimizer=adamw),
+    },
     "gradients": {
         "old gradients": Case(script=("stale", "step", "step")),
         "a detached block": Case(detached, script=("stale", "step"), make_optimizer=adamw),
@@ -166,8 +171,8 @@ GROUPS: dict[str, dict[str, Case]] = {
         ),
         "checkpoint, clipped": Case(DROP, CHECKPOINT, CLIP, script=("fails", "step"), at=2),
     },
-    "last": {"four steps": Case(script=STEPS, step=LAST)},
-    "last with options": {
+    "last": {
+        "four steps": Case(script=STEPS, step=LAST),
         "old gradients, and a plain step after it": Case(
             script=("stale", "step", "plain"), step=LAST
         ),

@@ -70,7 +70,7 @@ class Play:
         leaf = next(m for m in block.modules() if not [*m.children()] and m not in taken)
 
         def runs(_: nn.Module, args: Any) -> None:
-            self._ran(name, dtype=torch.result_type(args[0], 0.5))  # of tokens the floating one
+            self._ran(name, dtype=args[0].dtype if args[0].is_floating_point() else None)
 
         leaf.register_forward_pre_hook(runs)
 

@@ -66,15 +66,12 @@ def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    before = local_state(model, optimizer)
-    check_raises(
+    _is_refused(
         lambda: answer.train_step(model, (window(rank) * 2)[: counts[rank]], mse, optimizer),
-        ValueError,
+        (model, optimizer),
         when=f"on every rank, where the ranks have {counts} micro-batches",
         cause="ranks without any, or with other numbers than the others, are not seen on every one",
     )
-    cause = "the work has begun before everything was checked, on every rank"
-    check_untouched(before, model, optimizer, call="the refused call", cause=cause, clause=ERRORS)
 
 
 def refuses_arguments(answer: Any, rank: int) -> None:
@@ -86,18 +83,20 @@ def refuses_arguments(answer: Any, rank: int) -> None:
         *((wrapped, {"max_norm": x}, str(x)) for x in (0.0, -0.001, float("nan"))),
         ((plain, momentum(plain.parameters())), {}, ""),
     ]
-    for (module, optimizer), options, word in cases:
-        before = local_state(module, optimizer)
+    for state, options, word in cases:
+        model, optimizer = state
         shown = "".join(f"{k}={v!r}" for k, v in options.items())
-        cause = f"{shown} is taken for something else"
-        check_raises(
-            functools.partial(answer.train_step, module, window(rank), mse, optimizer, **options),
-            ValueError,
-            mentions=[word],
+        _is_refused(
+            functools.partial(answer.train_step, model, window(rank), mse, optimizer, **options),
+            state,
+            [word],
             when=f"where {shown or 'the model is not sharded'}",
-            cause=cause if shown else "whether the model is sharded is not looked at",
+            cause=f"{shown} is taken for something else" if shown else "nobody looks whether it is",
         )
-        cause = "the work has begun before everything was checked"
-        check_untouched(
-            before, module, optimizer, call="the refused call", cause=cause, clause=ERRORS
-        )
+
+
+def _is_refused(call: Any, state: Any, words: Any = (), *, when: str, cause: str) -> None:
+    before = local_state(*state)
+    check_raises(call, ValueError, mentions=words, when=when, cause=cause)
+    cause = "the work has begun before everything was checked, on every rank"
+    check_untouched(before, *state, call="the refused call", cause=cause, clause=ERRORS)

@@ -1,15 +1,13 @@
-"""Models that notice dtypes, weigh their inputs, or are hardly padded."""
+"""Models that weigh their inputs, or are hardly padded."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
 from kit.ranks.shapes import SHAPES, Shape, made
-from kit.ranks.toys import FEATURES, OUTPUTS, Block, make
+from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, make
 
 
 class Tall(nn.Module):
@@ -35,9 +33,9 @@ class Backwards(nn.Sequential):
 
 ROWS, COLUMNS, TALL_BLOCKS = 4093, 8, 6
 WIDE, WIDE_BLOCKS = 61, 3
-WIDTH, CLASSES = 40, 400
+NARROW, CLASSES = 40, 400
 
-narrow, one_block = made(width=WIDTH, blocks=3), made(width=WIDTH, blocks=1)
+narrow, one_block = made(width=NARROW, blocks=3), made(width=NARROW, blocks=1)
 
 
 def tall() -> Shape:
@@ -58,8 +56,8 @@ def wide() -> Shape:
 
 def classes() -> Shape:
     """One narrow block, and an output of many classes."""
-    model = make(WIDTH)
-    model.head = nn.Linear(WIDTH, CLASSES)
+    model = make(NARROW)
+    model.head = nn.Linear(NARROW, CLASSES)
     return model, Block
 
 
@@ -91,47 +89,33 @@ class Weigh(nn.Module):
         return sum((block(x) for block in self.inside), x * self.weight)
 
 
-class Watched(nn.Module):
-    """A block with integers beside its input, and more in a dict, which notes dtypes.
+class Placed(Block):
+    """A block that is told in a dict what to add to its input."""
 
-    It has no Linear, which would raise where dtypes are mixed.
+    def forward(self, x: Tensor, *, more: dict[str, Tensor]) -> Tensor:
+        return super().forward(x + more["places"])
+
+
+class Tabled(nn.Module):
+    """From tokens, by a float32 buffer, as a table of places is: what blocks get is float32. A dict
+    may have a mask.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(FEATURES))
-        self.seen: dict[str, torch.dtype] = {}
+        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH))
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Placed(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, OUTPUTS)
 
-    def forward(self, x: Tensor, places: Tensor, *, more: dict[str, Tensor]) -> Tensor:
-        self.seen = {
-            "input of a block": x.dtype,
-            "weight in a block": self.weight.dtype,
-            "keywords of a block": more["shift"].dtype,
-            "integers": places.dtype,
-        }
-        return x + torch.relu(x * self.weight) + more["shift"]
+    def forward(self, tokens: Tensor, *, more: dict[str, Tensor] | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x * self.table, more={"places": x * self.table})
+        out: Tensor = self.head(x * more["mask"] if more else x)
+        return out
 
 
-class WatchedModel(nn.Module):
-    """A watched block, which gets float32, as a buffer has made it; the model notes what the block
-    returns, and what it computes itself.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.ones(FEATURES))
-        self.block = Watched()
-        self.gain = nn.Parameter(torch.ones(FEATURES))
-        self.seen: dict[str, torch.dtype] = {}
-
-    def forward(self, inputs: Tensor, places: Tensor, *, more: dict[str, Tensor]) -> Any:
-        x = self.block(inputs * self.table, places, more={"shift": more["shift"] * self.table})
-        out = x * self.gain
-        self.seen = {
-            "input of the model": inputs.dtype,
-            "what a block returns": x.dtype,
-            "weight in the root": self.gain.dtype,
-            "what the root computes": out.dtype,
-            "keywords of the model": more["shift"].dtype,
-        }
-        return {"out": out, "places": places}
+def tabled() -> Shape:
+    draw.seed(4)
+    return Tabled(), Placed

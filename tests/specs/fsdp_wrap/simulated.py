@@ -114,8 +114,8 @@ def left_by_wrap(answer: Any, device: torch.device) -> int:
 def planned(
     shape: MakeShape, ranks: int, options: dict[str, Any], reductions: int = 1, passes: int = 1
 ) -> Counter[Collective]:
-    """The calls of a step. A rank sends its part of a unit to gather it, in each pass, padding
-    included, and its whole gradients to reduce them: ranks times as much. What is frozen has none.
+    """A rank sends its part of a unit to gather it, in each pass, padding included, and its whole
+    gradients to reduce them: ranks times as much. What is frozen has none.
     """
     gathers = 1 if options.get("reshard_after_forward") is False or not reductions else 2
     dtype = options.get("dtype", torch.float32)
@@ -151,36 +151,31 @@ def check_calls(
     given = {"shape": shape, "script": script, "train": train}
     memory, got = books(answer, device, ranks, rank, **given, **options)
     want = planned(shape, ranks, options, reductions=int(script[-1] != "look"))
-    kinds = ("all_gather", "reduce_scatter")
-    other = sorted({call.kind for call in got} - set(kinds))
-    counts, wanted = (
-        [sum(n for call, n in calls.items() if call.kind == kind) for kind in kinds]
-        for calls in (got, want)
-    )
-    check(
-        not other and counts == wanted,
-        expected=f"{wanted[0]} gathers and {wanted[1]} reductions in {what}",
-        got=f"{counts[0]} and {counts[1]}" + (f", and {' and '.join(other)}" if other else ""),
-        cause=_cause(got, want, [a - b for a, b in zip(counts, wanted, strict=True)]),
-    )
-    mine, true = (sorted((c.kind, c.numel) for c in calls.elements()) for calls in (got, want))
-    check(
-        got == want,
-        expected=f"in {what} calls of {show(want - got)}",
-        got=f"of {show(got - want)} instead",
-        cause="the units are the right ones: what they gather or reduce has another dtype"
-        if mine == true
-        else "the units are others, some with parameters of another; or shards are not by rows",
-    )
+    expected = f"{_counted(want)} in {what}, with {show(want - got)}"
+    instead = f"{_counted(got)}, with {show(got - want)} instead"
+    check(got == want, expected=expected, got=instead, cause=_cause(got, want))
     return memory
 
 
-def _cause(got: Counter[Collective], want: Counter[Collective], more: list[int]) -> str:
-    """`more`: by how many gathers and reductions there are too many."""
-    gathers, reductions = more
+def _number(calls: Counter[Collective], kind: str) -> int:
+    return sum(n for call, n in calls.items() if call.kind == kind)
+
+
+def _counted(calls: Counter[Collective]) -> str:
+    gathers, reductions = (_number(calls, kind) for kind in ("all_gather", "reduce_scatter"))
+    return f"{gathers} gathers and {reductions} reductions"
+
+
+def _cause(got: Counter[Collective], want: Counter[Collective]) -> str:
+    gathers, reductions = (
+        _number(got, kind) - _number(want, kind) for kind in ("all_gather", "reduce_scatter")
+    )
     # A block is gathered twice, unless blocks are kept: then nothing tells the root from them.
     once = {c for c, n in want.items() if n == 1 and c.kind == "all_gather"}
     roots = once if any(n > 1 for n in want.values()) else set()
+    mine, true = (sorted((c.kind, c.numel) for c in calls.elements()) for calls in (got, want))
+    if mine == true:
+        return "the units are the right ones: what they gather or reduce has another dtype"
     if reductions < 0:
         return "there are too few units: a block is no unit of its own"
     if reductions > 0:
@@ -188,11 +183,10 @@ def _cause(got: Counter[Collective], want: Counter[Collective], more: list[int])
     if gathers == 1 and got - want and {*(got - want)} <= roots:
         return "the root's unit is gathered twice: it is given back after forward, and needed again"
     if gathers > 0:
-        return (
-            "a unit is given back that is needed again, or is gathered only to be looked at, or "
-            "ahead by the order of another pass"
-        )
-    return "a block is not given back after forward, or is whole already, from a pass before"
+        return "a unit is given back that is needed again, or is gathered only to be looked at"
+    if gathers < 0:
+        return "a block is not given back after forward, or is whole before, or was never sharded"
+    return "the units are others, some with parameters of another; or shards are not by rows"
 
 
 def show(calls: Counter[Collective]) -> str:
@@ -217,12 +211,10 @@ def check_calls_of_steps(
     limit = 64 + 4 * len([*shape()[0].parameters()])
     large = {c: n for c, n in (got - want).items() if c.numel * c.dtype.itemsize > limit}
     lacking, more = want - got, Counter(large)
-    less_reduced, more_reduced = (
-        any(c.kind == "reduce_scatter" for c in calls) for calls in (lacking, more)
-    )
-    if more_reduced:
+    is_reduction = _number(lacking + more, "reduce_scatter") > 0
+    if is_reduction and more:
         cause = "micro-batches whose gradients are not wanted yet are reduced"
-    elif less_reduced:
+    elif is_reduction:
         cause = "a backward pass that should reduce gradients does not"
     elif lacking:
         cause = "a unit, that of the root perhaps, stays gathered for the next micro-batch"
@@ -235,7 +227,7 @@ def check_calls_of_steps(
             f"without {show(lacking)}, and with {show(more)} besides",
             cause,
             sure=True,
-            clause="" if more_reduced or less_reduced else 6,  # of train_step
+            clause="" if is_reduction else 6,  # of train_step
         )
 
 

@@ -88,17 +88,13 @@ class TestPart1Wrap:
 
     @pytest.mark.exact("wrap", "values")
     def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
-        """Rows of 13, 40 and 3 on 2 ranks: hardly anything divides."""
+        """Rows of 13, 40 and 3 on 2 ranks: hardly anything divides. Then frozen, tied and nested
+        ones, no root, blocks with keywords and tuples.
+        """
         cause = "the optimizer holds the parameters of before, or not those of every unit; or the "
-        cause += "mean over ranks is taken otherwise; or a step sees weights of before"
+        cause += "mean over ranks is taken otherwise; or a step sees weights of before; or a "
+        cause += "parameter is in no unit, so it has this rank's gradient only"
         hold(answer, world, "values", cause=cause)
-
-    @pytest.mark.exact("wrap", "values")
-    def test_models_of_other_shapes_train_as_one_process(self, answer, world):
-        """Frozen, tied, nested, no root, blocks with keywords and tuples."""
-        cause = "a parameter is in no unit, so it has this rank's gradient only; or it does not "
-        cause += "require a gradient as before; or the model returns what a unit should not"
-        hold(answer, world, "shapes", cause=cause)
 
     @pytest.mark.exact("wrap", 3)
     def test_frozen_parameters_are_sharded_too(self, answer, device):
@@ -107,32 +103,23 @@ class TestPart1Wrap:
 
     @pytest.mark.saves("wrap", "state")
     @RANKS
-    def test_a_rank_holds_its_part_of_weights_gradients_and_state(
-        self, answer, reference, device, ranks, rank
-    ):
+    @bar(
+        "weights, gradients and Adam's state of a rank",
+        f"4 x ({ROWS}) + scalars",
+        "some parameters are not sharded: those of the root, or frozen ones",
+    )
+    def test_a_rank_holds_its_part_of_weights_gradients_and_state(self, device, ranks, rank):
         """4 ceil(rows / N) columns bytes of each parameter for weights, as much for gradients, and
         twice as much for Adam's averages, which has a scalar of each besides; one for a buffer.
         """
-        plain = list(wide()[0].parameters())
-        yours, theirs = (
-            books(module, device, ranks, rank, **ADAM).memory.after
-            for module in (answer, reference)
-        )
-        cause = "some parameters are not sharded: those of the root, or frozen ones"
-        scalars = {"shards": 512, "gradients": 0, "optimizer state": 512 * len(plain)}
-        for kind, more in scalars.items():
-            limit = (1 + (more > 512)) * shard_bytes(plain, ranks) + more
-            what = f"{kind} on rank {rank} of {ranks} of at most {limit} bytes"
-            check(yours[kind] <= limit, expected=what, got=yours[kind], cause=cause)
-        check_bar(
-            f"weights, gradients and Adam's state on rank {rank} of {ranks}",
-            sum(yours[kind] for kind in scalars),
-            4 * shard_bytes(plain, ranks) + sum(scalars.values()),
-            plain=4 * shard_bytes(plain, 1) + sum(scalars.values()),
-            reference=sum(theirs[kind] for kind in scalars),
-            formula=f"4 x ({ROWS}) + scalars",
-            cause=cause,
-        )
+        plain = [*wide()[0].parameters()]
+        parts, whole = (4 * shard_bytes(plain, n) + 512 * (len(plain) + 1) for n in (ranks, 1))
+
+        def held(module):
+            after = books(module, device, ranks, rank, **ADAM).memory.after
+            return sum(after[kind] for kind in ("shards", "gradients", "optimizer state"))
+
+        return held, parts, whole
 
     @pytest.mark.saves("wrap", "state")
     @bar(

@@ -9,9 +9,10 @@ from kit.laws.checks import check_bar, check_equal
 from kit.ranks.shapes import SHAPES, nested
 from kit.ranks.shards import units
 from kit.ranks.simulated import simulated_world
+from kit.ranks.toys import WIDTH
 from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.shapes import Watched, WatchedModel, tall, wide
+from specs.fsdp_wrap.shapes import tabled, tall, wide
 from specs.fsdp_wrap.simulated import (
     activations_of_wide,
     books,
@@ -100,39 +101,14 @@ class TestPart2Mixed:
         check_forward_alone(answer, reference, device, shape, dtype=BF16, **options)
 
     @pytest.mark.survives("wrap", 5)
-    @pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpoint"])
-    def test_units_cast_what_they_get_and_the_model_returns_float32(
-        self, answer, device, checkpoint
-    ):
-        """Integers above 256, as places are, have no value of their own in bfloat16. A block gets
-        what a float32 buffer has been multiplied into, also in a dict.
+    def test_units_cast_what_they_get(self, answer, device, world):
+        """A block gets what a float32 buffer has been multiplied into, also in a dict; the model
+        gets tokens, and perhaps a mask in a dict. Checkpointed too.
         """
         with simulated_world(8, device) as mesh:
-            model = WatchedModel().to(device)
-            answer.wrap(model, mesh, Watched, adamw, dtype=BF16, checkpoint=checkpoint)
-            inputs, shift = torch.ones(2, 2, 5, device=device)
-            places = torch.tensor([[300], [301]], device=device)
-            got = model(inputs, places, more={"shift": shift})
-            for what, dtype in [*model.block.seen.items(), *model.seen.items()]:
-                want = torch.int64 if what == "integers" else BF16
-                check_equal(dtype, want, f"dtype of {what}", cause=CAUSES[what])
-        cause = "what the model returns is left in bfloat16, and a loss of it has 8 bits"
-        check_equal(got["out"].dtype, torch.float32, "dtype of the model's output", cause=cause)
-        want, cause = torch.int64, CAUSES["integers"]
-        check_equal(got["places"].dtype, want, "dtype of returned integers", cause=cause)
-
-
-KEYWORDS = "only positional inputs are cast, or only those outside of dicts"
-CAUSES = {
-    "input of a block": "inputs reach a unit as they come, instead of being cast; a block's may be "
-    "float32 where the root has computed with a buffer",
-    "input of the model": "the root's unit does not cast what it gets, which it computes with "
-    "before the first block",
-    "weight in a block": "parameters are gathered in float32",
-    "keywords of a block": KEYWORDS,
-    "keywords of the model": KEYWORDS,
-    "integers": "everything is cast, and not only what is floating",
-    "what a block returns": "a block's output is cast back, which the next one casts again",
-    "weight in the root": "the root's unit has no policy, so embedding and head are in float32",
-    "what the root computes": "the root's unit has no policy, so embedding and head are in float32",
-}
+            model, kinds = tabled()
+            answer.wrap(model.to(device), mesh, kinds, adamw, dtype=BF16)
+            tokens, mask = torch.tensor([[3, 7]]), torch.ones(WIDTH)
+            model(tokens.to(device), more={"mask": mask.to(device)}).sum().backward()
+        cause = "inputs reach a unit as they come; or tokens are cast"
+        hold(answer, world, "bfloat16 inputs", cause=cause)

@@ -14,18 +14,12 @@ from specs.fsdp_wrap.simulated import check_calls_of_steps, check_held
 class TestPart4SyncLast:
     @pytest.mark.works("train_step", 1)
     def test_the_last_micro_batch_reduces_for_all(self, answer, world):
-        """Of 2, 3 and 1 micro-batches; of one the first is the last."""
-        cause = "a backward pass reduces that should not, or the last one does not"
-        hold(answer, world, "last", cause=cause)
-
-    @pytest.mark.exact("train_step", 1)
-    def test_every_option_goes_with_it(self, answer, world):
-        """Clipping, checkpoints, kept blocks, two groups, old gradients, an error, and a plain step
-        after.
+        """Of 2, 3 and 1 micro-batches; of one the first is the last. Then with clipping,
+        checkpoints, kept blocks, two groups, old gradients, an error, and a plain step after.
         """
-        cause = "options exclude each other: clipped, kept, checkpointed, for all groups; or what "
-        cause += "was switched off, or added up whole, for a few micro-batches stays"
-        hold(answer, world, "last with options", cause=cause)
+        cause = "a backward pass reduces that should not, or the last one does not; or an option "
+        cause += "is forgotten; or what was switched off for a few micro-batches stays"
+        hold(answer, world, "last", cause=cause)
 
     @pytest.mark.exact("train_step", 4)
     def test_accumulates_in_float32_with_bfloat16_parameters(self, answer, world):
