@@ -124,17 +124,14 @@ def train_step(
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then. Every unit runs in each micro-batch.
         2. A sample counts once, however many tokens it has. No micro-batch is empty.
-        3. An error that all ranks raise in loss_fn comes through and no step is made; no unit stays
-           gathered, no gradient stays, and later passes are as without this one. (With sync="last"
-           what was not reduced may stay, and get into the next step.)
-        4. Micro-batches are accumulated in float32 in bfloat16 training too.
-        5. Only the ranks of the model's mesh count.
-        6. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
+        3. Micro-batches are accumulated in float32 in bfloat16 training too.
+        4. Only the ranks of the model's mesh count.
+        5. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
            64 + 4 P bytes into any other call for P parameter tensors: a norm has one number of
            each.
-        7. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
+        6. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
     """
     raise NotImplementedError
 
 
-# untouched stub f8456e3ac261
+# untouched stub a0f898fa0a4d

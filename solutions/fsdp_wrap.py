@@ -215,15 +215,12 @@ def train_step(
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
            gradients until then. Every unit runs in each micro-batch.
         2. A sample counts once, however many tokens it has. No micro-batch is empty.
-        3. An error that all ranks raise in loss_fn comes through and no step is made; no unit stays
-           gathered, no gradient stays, and later passes are as without this one. (With sync="last"
-           what was not reduced may stay, and get into the next step.)
-        4. Micro-batches are accumulated in float32 in bfloat16 training too.
-        5. Only the ranks of the model's mesh count.
-        6. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
+        3. Micro-batches are accumulated in float32 in bfloat16 training too.
+        4. Only the ranks of the model's mesh count.
+        5. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
            64 + 4 P bytes into any other call for P parameter tensors: a norm has one number of
            each.
-        7. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
+        6. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
     """
     if sync not in ("each", "last"):
         raise ValueError(f"sync must be 'each' or 'last', not {sync!r}")
@@ -238,19 +235,12 @@ def train_step(
 
     optimizer.zero_grad()
     shares = []
-    try:
-        for number, (inputs, targets) in enumerate(micro_batches, start=1):
-            model.set_requires_gradient_sync(sync == "each" or number == len(micro_batches))
-            share = loss_fn(model(inputs), targets).float() * (len(inputs) / samples)
-            # Reductions divide by the ranks, but what counts is the mean over samples.
-            (share * mesh.size()).backward()
-            shares.append(share.detach())
-    except BaseException:
-        optimizer.zero_grad()  # those of the micro-batches before it
-        raise
-    finally:
-        model.set_requires_gradient_sync(True)
-        _reshard(model)  # what an error has left whole; else there is nothing
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        model.set_requires_gradient_sync(sync == "each" or number == len(micro_batches))
+        share = loss_fn(model(inputs), targets).float() * (len(inputs) / samples)
+        # Reductions divide by the ranks, but what counts is the mean over samples.
+        (share * mesh.size()).backward()
+        shares.append(share.detach())
 
     grad_norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if max_norm is not None:

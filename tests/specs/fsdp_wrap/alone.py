@@ -95,12 +95,6 @@ class Alone(Play):
     def stale(self, *_: Any) -> None:
         """Nothing is to be seen of it."""
 
-    def fails(self, number: int, label: str, _: bool) -> None:
-        raised = repr(ArithmeticError("no loss"))
-        self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
-        self.trace[f"gathered after {label}"] = []
-        self.trace[f"parameters with a gradient after {label}"] = []
-
 
 def vector(gradients: Any, parameters: Any) -> Tensor:
     """All gradients as one vector; what has none has zeros."""

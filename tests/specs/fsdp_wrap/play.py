@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def length(rank: int, micro: int) -> int:
 def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
     """A rank's micro-batches for one thing of a script; no two have the same data."""
     event, plans = case.script[number], PLANS[size]
-    plan = EQUAL if event == "plain" else plans[2 if event == "fails" else number % len(plans)]
+    plan = EQUAL if event == "plain" else plans[number % len(plans)]
     generator = draw.generator(10 * number + rank)
     found = []
     for micro, count in enumerate(plan[rank]):
@@ -137,11 +136,11 @@ class _Answer(Play):
             self.trace[f"output between backward and {label}"] = self.look()
         self.optimizer.step()
 
-    def step(self, number: int, label: str, _: bool, loss_fn: Any = mse) -> None:
+    def step(self, number: int, label: str, _: bool) -> None:
         window = batches(self.case, number, self.rank, self.size)
         draw.seed(8 + self.rank)
         result = self.answer.train_step(
-            self.model, tuple(window), loss_fn, self.optimizer, **self.case.step
+            self.model, tuple(window), mse, self.optimizer, **self.case.step
         )
         self.trace[f"kind of loss and grad_norm of {label}"] = [*map(_kind, result)]
         loss, norm = (torch.as_tensor(float(x)) for x in result)
@@ -150,26 +149,6 @@ class _Answer(Play):
     def stale(self, *_: Any) -> None:
         for p in self.model.parameters():
             p.grad = torch.full_like(p, 1000.0)
-
-    def fails(self, number: int, label: str, is_pending: bool) -> None:
-        calls = itertools.count(1)
-
-        def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-            if next(calls) == self.case.at:
-                raise ArithmeticError("no loss")
-            return mse(output, targets)
-
-        raised = "nothing"
-        try:
-            self.step(number, label, is_pending, loss_fn)
-        except ArithmeticError as error:
-            raised = repr(error)
-        self.trace[f"what comes out of {label}, where loss_fn raises"] = raised
-        whole = [n for n, p in self.model.named_parameters() if not hasattr(p, "to_local")]
-        self.trace[f"gathered after {label}"] = whole
-        grads = {n: p.grad.to_local() for n, p in self.parameters if p.grad is not None}
-        left = [name for name, grad in grads.items() if grad.any()]
-        self.trace[f"parameters with a gradient after {label}"] = left
 
 
 def _kind(value: Any) -> str:

@@ -227,7 +227,7 @@ def check_calls_of_steps(
             f"without {show(lacking)}, and with {show(more)} besides",
             cause,
             sure=True,
-            clause="" if is_reduction else 6,  # of train_step
+            clause="" if is_reduction else 5,  # of train_step
         )
 
 
