@@ -19,9 +19,8 @@ from torch import Tensor
 
 from kit.laws.checks import SpecFailure, check_close, check_equal, fail, in_scenario
 from kit.ranks.world import World
-from specs.fsdp_wrap.alone import Alone, alone, vector
 from specs.fsdp_wrap.cases import GROUPS
-from specs.fsdp_wrap.play import Trace, length, seen
+from specs.fsdp_wrap.play import Alone, Trace, alone, length, seen, vector
 
 # bfloat16 has 8 bits, 1 / 256 in each number: of 150 seeds the worst came to 2.7 % of the gradient.
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -115,8 +114,8 @@ def _alike(got: Any, want: Any, near: float) -> bool:
 
 def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> None:
     __tracebackhide__ = True
-    likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
     of_a_pass = _of_a_pass_by_hand(one, observable)
+    likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
     likely = of_a_pass or likely
     want, suspects = one.trace.get(observable), dict[str, Tensor]()
     what = observable
@@ -266,9 +265,6 @@ def norms(one: Alone) -> Guesses:
         "it is not over all shards of all ranks, but over this rank's": norm(
             shard(p, place, ranks) for p in distinct.values()
         ),
-        "the ranks' norms are added up, and not their squares": torch.stack(
-            [norm(shard(p, r, ranks) for p in distinct.values()) for r in range(ranks)]
-        ).sum(),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
         "a tied parameter is counted under each of its names": norm(there.values()),
         "it is over one group of the optimizer's parameters only": norm(

@@ -33,6 +33,7 @@ from specs.fsdp_wrap.shapes import (
 )
 
 SAMPLES = 4
+BY_HAND, ADAM, STEPS = ("by hand",) * 2, ("adam",) * 2, ("step",) * 2
 MakeShape = Callable[[], Shape]
 
 
@@ -49,9 +50,8 @@ def books(
     device: torch.device,
     ranks: int = 8,
     rank: int = 0,
-    *,
     shape: MakeShape = wide,
-    script: Sequence[str] = ("by hand", "by hand"),
+    script: Sequence[str] = BY_HAND,
     samples: tuple[int, ...] = (SAMPLES,),
     sync: str = "each",
     train: bool = True,
@@ -138,18 +138,14 @@ def check_calls(
     answer: Any,
     device: torch.device,
     what: str,
-    ranks: int = 8,
-    rank: int = 0,
-    *,
     shape: MakeShape = wide,
-    script: Sequence[str] = ("by hand", "by hand"),
-    train: bool = True,
+    script: Sequence[str] = BY_HAND,
+    ranks: int = 8,
     **options: Any,
 ) -> Account:
     """Fail unless a script ends in the calls that follow from its options; what it has held."""
     __tracebackhide__ = True
-    given = {"shape": shape, "script": script, "train": train}
-    memory, got = books(answer, device, ranks, rank, **given, **options)
+    memory, got = books(answer, device, ranks, shape=shape, script=script, **options)
     want = planned(shape, ranks, options, reductions=int(script[-1] != "look"))
     expected = f"{_counted(want)} in {what}, with {show(want - got)}"
     instead = f"{_counted(got)}, with {show(got - want)} instead"
@@ -157,18 +153,18 @@ def check_calls(
     return memory
 
 
-def _number(calls: Counter[Collective], kind: str) -> int:
-    return sum(n for call, n in calls.items() if call.kind == kind)
+def kinds(calls: Counter[Collective]) -> Counter[str]:
+    return Counter(call.kind for call in calls.elements())
 
 
 def _counted(calls: Counter[Collective]) -> str:
-    gathers, reductions = (_number(calls, kind) for kind in ("all_gather", "reduce_scatter"))
-    return f"{gathers} gathers and {reductions} reductions"
+    found = kinds(calls)
+    return f"{found['all_gather']} gathers and {found['reduce_scatter']} reductions"
 
 
 def _cause(got: Counter[Collective], want: Counter[Collective]) -> str:
     gathers, reductions = (
-        _number(got, kind) - _number(want, kind) for kind in ("all_gather", "reduce_scatter")
+        kinds(got)[kind] - kinds(want)[kind] for kind in ("all_gather", "reduce_scatter")
     )
     # A block is gathered twice, unless blocks are kept: then nothing tells the root from them.
     once = {c for c, n in want.items() if n == 1 and c.kind == "all_gather"}
@@ -204,14 +200,14 @@ def check_calls_of_steps(
     reduces it for each, or once with sync="last"; the rest is little.
     """
     __tracebackhide__ = True
-    got = books(answer, device, ranks, shape=shape, script=("step", "step"), **options).calls
+    got = books(answer, device, ranks, shape=shape, script=STEPS, **options).calls
     count = len(options["samples"])
     times = 1 if options.get("sync") == "last" else count
     want = planned(shape, ranks, options, reductions=times, passes=count)
     limit = 64 + 4 * len([*shape()[0].parameters()])
     large = {c: n for c, n in (got - want).items() if c.numel * c.dtype.itemsize > limit}
     lacking, more = want - got, Counter(large)
-    is_reduction = _number(lacking + more, "reduce_scatter") > 0
+    is_reduction = "reduce_scatter" in kinds(lacking + more)
     if is_reduction and more:
         cause = "micro-batches whose gradients are not wanted yet are reduced"
     elif is_reduction:
@@ -266,14 +262,13 @@ def check_forward_alone(
     __tracebackhide__ = True
     what, script = "a forward under no_grad", ("by hand", "look")
     yours, theirs = (
-        check_calls(module, device, what, shape=shape, script=script, **options)
+        check_calls(module, device, what, shape, script, **options)
         for module in (answer, reference)
     )
     check_whole(yours, theirs, shape, 8, f"in {what}", **options)
     cause = "no backward comes that would give it back: the root's unit, or all of them"
     check_equal(yours.after["unsharded"], 0, f"gathered bytes after {what}", cause=cause)
-    script = (*script, "by hand")
-    check_calls(answer, device, f"a step after {what}", shape=shape, script=script, **options)
+    check_calls(answer, device, f"a step after {what}", shape, (*script, "by hand"), **options)
 
 
 def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:
@@ -286,7 +281,7 @@ def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> 
     parts = shard_bytes(narrow()[0].parameters(), 64)
     whole = [whole_bytes(unit, 1) for unit in units(*narrow())]
     of_whole = 2 * max(whole) if sync == "each" else sum(whole) + max(whole)
-    options: dict[str, Any] = {"script": ("step", "step"), "sync": sync}
+    options: dict[str, Any] = {"script": STEPS, "sync": sync}
     yours, theirs = (
         books(module, device, 64, shape=narrow, samples=(4, 3, 5), **options).memory
         for module in (answer, reference)

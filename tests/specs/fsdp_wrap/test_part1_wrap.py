@@ -16,6 +16,7 @@ from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import REFUSED, check_refused
 from specs.fsdp_wrap.shapes import tall, wide
 from specs.fsdp_wrap.simulated import (
+    ADAM,
     activations_of_tall,
     books,
     check_calls,
@@ -25,7 +26,6 @@ from specs.fsdp_wrap.simulated import (
 )
 
 RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
-ADAM = {"script": ("adam", "adam")}
 ROWS = "1 / N of the rows of each parameter, rounded up"
 
 
@@ -60,7 +60,8 @@ class TestPart1Wrap:
         self, answer, device, ranks, rank
     ):
         """n blocks: 2 n + 1 gathers of a rank's part of a unit, n + 1 reductions of whole ones."""
-        check_calls(answer, device, f"a step of 3 blocks on {ranks} ranks", ranks, rank, **ADAM)
+        what = f"a step of 3 blocks on {ranks} ranks"
+        check_calls(answer, device, what, script=ADAM, ranks=ranks, rank=rank)
 
     @pytest.mark.exact("wrap", "units")
     @pytest.mark.parametrize(
@@ -72,8 +73,7 @@ class TestPart1Wrap:
         self, answer, device, name, shape, checkpoint
     ):
         """A block inside a block is a unit, also one of a subclass. The root may have nothing."""
-        what = f"a step of the model: {name}"
-        check_calls(answer, device, what, shape=shape, checkpoint=checkpoint)
+        check_calls(answer, device, f"a step of the model: {name}", shape, checkpoint=checkpoint)
 
     @pytest.mark.exact("wrap", "kept")
     @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ class TestPart1Wrap:
     def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, train):
         """reshard_after_forward=False: n + 1 gathers, n + 1 reductions."""
         what = "a step with reshard_after_forward=False" + " in eval mode" * (not train)
-        check_calls(answer, device, what, shape=shape, train=train, **KEPT)
+        check_calls(answer, device, what, shape, train=train, **KEPT)
 
     @pytest.mark.exact("wrap", "values")
     def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
@@ -99,7 +99,7 @@ class TestPart1Wrap:
     @pytest.mark.exact("wrap", 3)
     def test_frozen_parameters_are_sharded_too(self, answer, device):
         """They are gathered as others are; what has no gradient is not reduced."""
-        check_calls(answer, device, "a step of a model with frozen parts", shape=SHAPES["frozen"])
+        check_calls(answer, device, "a step of a model with frozen parts", SHAPES["frozen"])
 
     @pytest.mark.saves("wrap", "state")
     @RANKS
@@ -116,7 +116,7 @@ class TestPart1Wrap:
         parts, whole = (4 * shard_bytes(plain, n) + 512 * (len(plain) + 1) for n in (ranks, 1))
 
         def held(module):
-            after = books(module, device, ranks, rank, **ADAM).memory.after
+            after = books(module, device, ranks, rank, script=ADAM).memory.after
             return sum(after[kind] for kind in ("shards", "gradients", "optimizer state"))
 
         return held, parts, whole
@@ -141,7 +141,8 @@ class TestPart1Wrap:
         plain = list(tall()[0].parameters())
         *blocks, root = (whole_bytes(unit, 64) for unit in units(*tall()))
         yours, theirs = (
-            books(module, device, 64, shape=tall, **ADAM).memory for module in (answer, reference)
+            books(module, device, 64, shape=tall, script=ADAM).memory
+            for module in (answer, reference)
         )
         check_whole(yours, theirs, tall, 64, "on 64 ranks")
         check_bar(

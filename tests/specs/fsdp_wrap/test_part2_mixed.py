@@ -12,8 +12,9 @@ from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import WIDTH
 from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
-from specs.fsdp_wrap.shapes import tabled, tall, wide
+from specs.fsdp_wrap.shapes import tabled, wide
 from specs.fsdp_wrap.simulated import (
+    ADAM,
     activations_of_wide,
     books,
     check_calls,
@@ -42,18 +43,19 @@ class TestPart2Mixed:
         ],
         ids=["plain", "frozen", "checkpoint", "checkpoint-kept"],
     )
-    def test_gathers_bfloat16_and_reduces_float32(self, answer, device, shape, options):
-        """As many calls as in float32; what is gathered has half the bytes."""
-        check_calls(
-            answer, device, "a step in bfloat16 on 8 ranks", shape=shape, dtype=BF16, **options
-        )
+    def test_gathers_bfloat16_and_reduces_float32(self, answer, reference, device, shape, options):
+        """As many calls as in float32, also without gradients, which leaves nothing gathered; what
+        is gathered has half the bytes.
+        """
+        options = {"shape": shape, "dtype": BF16} | options
+        check_calls(answer, device, "a step in bfloat16 on 8 ranks", **options)
+        check_forward_alone(answer, reference, device, **options)
 
     @pytest.mark.exact("wrap", "bfloat16")
     def test_shards_gradients_and_state_are_float32(self, answer, reference, device):
         """They have as many bytes as those of a model that is wrapped in float32."""
-        script = ("adam", "adam")
-        got = books(answer, device, script=script, dtype=BF16).memory.after
-        want = books(reference, device, script=script).memory.after
+        got = books(answer, device, script=ADAM, dtype=BF16).memory.after
+        want = books(reference, device, script=ADAM).memory.after
         for kind in ("shards", "gradients", "optimizer state"):
             cause = "the model is in bfloat16 itself, so updates are rounded to 8 bits"
             check_equal(got[kind], want[kind], f"bytes of {kind}", cause=cause)
@@ -88,17 +90,6 @@ class TestPart2Mixed:
             formula="1.05 x (what 4 blocks keep, 2 bytes a number, + one block in backward)",
             cause="something between forward and backward is float32",
         )
-
-    @pytest.mark.survives("wrap", 1)
-    @pytest.mark.parametrize(
-        ("shape", "options"),
-        [(tall, KEPT), (nested, KEPT | {"checkpoint": True})],
-        ids=["kept", "kept-checkpoint-nested"],
-    )
-    def test_a_forward_alone_in_bfloat16_leaves_nothing_gathered(
-        self, answer, reference, device, shape, options
-    ):
-        check_forward_alone(answer, reference, device, shape, dtype=BF16, **options)
 
     @pytest.mark.survives("wrap", 5)
     def test_units_cast_what_they_get(self, answer, device, world):

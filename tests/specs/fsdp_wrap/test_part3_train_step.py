@@ -10,7 +10,7 @@ from specs.fsdp_wrap import ranks as programs
 from specs.fsdp_wrap.cases import CHECKPOINT, KEPT
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.shapes import NARROW, narrow, one_block
-from specs.fsdp_wrap.simulated import books, check_calls_of_steps, check_held
+from specs.fsdp_wrap.simulated import STEPS, books, check_calls_of_steps, check_held
 
 # How many micro-batches each rank has.
 COUNTS = [[2, 0], [0, 0], [2, 1, 3, 2]]
@@ -111,10 +111,8 @@ class TestPart3TrainStep:
         """
 
         def most(module, shape=narrow, checkpoint=True):
-            given = {"shape": shape, "script": ("step", "step"), "samples": (200,)}
-            return books(module, device, 1, checkpoint=checkpoint, **given).memory.most[
-                "activations"
-            ]
+            given = {"shape": shape, "script": STEPS, "samples": (200,), "checkpoint": checkpoint}
+            return books(module, device, 1, **given).memory.most["activations"]
 
         limit = most(reference, one_block, False) + 2 * rounded(4 * 200 * NARROW)
         return most, 1.08 * limit, most(reference, checkpoint=False)
