@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader
-from specs.fsdp_wrap.shapes import detached, dropping_by_keyword, tabled
+from specs.fsdp_wrap.shapes import detached, dropping_by_keyword, silent, tabled
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -140,6 +140,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "clipped to 2, bfloat16": Case(wrap=BF16, script=STEP, step={"max_norm": 2.0}),
         "a norm that is not reached": Case(script=STEP, step={"max_norm": 1e3}),
         "kept, checkpoint": Case(wrap=KEPT | CHECKPOINT, script=STEP, step=CLIP),
+        "gradients of 0": Case(silent, script=STEP, step=CLIP),
     },
     "checkpoint and dropout": {
         "train mode after wrap": Case(

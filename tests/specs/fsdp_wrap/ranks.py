@@ -12,7 +12,7 @@ from kit.laws.toys import mse
 from kit.ranks.rank import device
 from kit.ranks.shapes import SHAPES
 from kit.ranks.shards import check_untouched, full, gradients, local_state, mesh, weights
-from kit.ranks.toys import Block, data, make
+from kit.ranks.toys import Batch, Block, data, make
 from specs.fsdp_wrap.cases import Still, momentum
 from specs.fsdp_wrap.shapes import Weigh
 
@@ -53,6 +53,10 @@ def accumulates(answer: Any, rank: int) -> None:
         check_equal(got, want, what, cause=cause, suspects={cause: lost})
 
 
+def window(rank: int, count: int = 2) -> list[Batch]:
+    return [(x.to(device()), y.to(device())) for x, y in data([3] * count, seed=rank)]
+
+
 def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
     """It ends there: a call more would meet that of a rank that waits, and hide that it does."""
     model = make().to(device())
@@ -61,7 +65,7 @@ def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     _is_refused(
-        lambda: answer.train_step(model, data([3] * counts[rank], seed=rank), mse, optimizer),
+        lambda: answer.train_step(model, window(rank, counts[rank]), mse, optimizer),
         (model, optimizer),
         when=f"on every rank, where the ranks have {counts} micro-batches",
         cause="ranks without any, or with other numbers than the others, are not seen on every one",
@@ -81,9 +85,7 @@ def refuses_arguments(answer: Any, rank: int) -> None:
         model, optimizer = state
         shown = "".join(f"{k}={v!r}" for k, v in options.items())
         _is_refused(
-            functools.partial(
-                answer.train_step, model, data([3, 2], seed=rank), mse, optimizer, **options
-            ),
+            functools.partial(answer.train_step, model, window(rank), mse, optimizer, **options),
             state,
             [word],
             when=f"where {shown or 'the model is not sharded'}",

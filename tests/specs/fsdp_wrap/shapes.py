@@ -68,6 +68,13 @@ def detached() -> Shape:
     return model, Block
 
 
+def silent() -> Shape:
+    """All gradients are 0."""
+    model = make(blocks=2)
+    model.scale.zero_()
+    return model, Block
+
+
 def dropping_by_keyword() -> Shape:
     """Blocks with dropout, which take their tensors by keyword."""
     model, kinds = SHAPES["keywords and tuples"]()

@@ -99,7 +99,7 @@ class TestPart2Mixed:
         with simulated_world(8, device) as mesh:
             model, kinds = tabled()
             answer.wrap(model.to(device), mesh, kinds, adamw, dtype=BF16)
-            tokens, mask = torch.tensor([[3, 7]]), torch.ones(WIDTH)
+            tokens, mask = torch.tensor([[3, 7]]), torch.ones(WIDTH, dtype=torch.float64)
             model(tokens.to(device), more={"mask": mask.to(device)}).sum().backward()
         cause = "inputs reach a unit as they come; or tokens are cast"
         hold(answer, world, "bfloat16 inputs", cause=cause)
