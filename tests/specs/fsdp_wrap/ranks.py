@@ -53,7 +53,7 @@ def accumulates(answer: Any, rank: int) -> None:
         check_equal(got, want, what, cause=cause, suspects={cause: lost})
 
 
-def window(rank: int, count: int = 2) -> list[Batch]:
+def window(rank: int, count: int) -> list[Batch]:
     return [(x.to(device()), y.to(device())) for x, y in data([3] * count, seed=rank)]
 
 
@@ -85,7 +85,7 @@ def refuses_arguments(answer: Any, rank: int) -> None:
         model, optimizer = state
         shown = "".join(f"{k}={v!r}" for k, v in options.items())
         _is_refused(
-            functools.partial(answer.train_step, model, window(rank), mse, optimizer, **options),
+            functools.partial(answer.train_step, model, window(rank, 1), mse, optimizer, **options),
             state,
             [word],
             when=f"where {shown or 'the model is not sharded'}",

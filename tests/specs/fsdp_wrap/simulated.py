@@ -108,7 +108,7 @@ def left_by_wrap(answer: Any, device: torch.device) -> int:
         model.again = model.embed  # so its weight has two names
         model.to(device)
         before = bytes_of(model)
-        wrap = functools.partial(answer.wrap, model, mesh, kinds, adamw)
+        wrap = functools.partial(answer.wrap, model, mesh, kinds, torch.optim.Adagrad)
         return before + measure(lambda: held.append(wrap()), device, known=[model]).retained
 
 

@@ -124,12 +124,15 @@ class TestPart1Wrap:
     @pytest.mark.saves("wrap", "state")
     @bar(
         "what is alive after wrap, on rank 0 of 8",
-        f"{ROWS}, + a buffer",
+        f"2 x ({ROWS}) + scalars",
         "something still has the parameters of before: a list, a table of names, or an optimizer",
     )
     def test_nothing_holds_the_whole_parameters_any_more(self, device):
-        """The sum over parameters of 4 ceil(rows / N) columns bytes, and 512 for the buffer."""
-        parts, whole = (shard_bytes(wide()[0].parameters(), ranks) + 512 for ranks in (8, 1))
+        """4 ceil(rows / N) columns bytes of each parameter, as much again and a scalar for Adagrad,
+        which makes its state at once; and a buffer.
+        """
+        plain = [*wide()[0].parameters()]
+        parts, whole = (2 * shard_bytes(plain, n) + 512 * (len(plain) + 1) for n in (8, 1))
         return lambda module: left_by_wrap(module, device), parts, whole
 
     @pytest.mark.saves("wrap", "gathered")
