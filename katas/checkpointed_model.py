@@ -39,8 +39,8 @@ class MemoryIntensiveBlock(nn.Module):
         children  `up`, `relu`, `dropout` and `down`
         mask      bool (batch, length); where it is False, x comes through unchanged
 
-    Raises:
-        hidden_dim below 1.
+    Args:
+        hidden_dim: the width of x.
     """
 
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
@@ -68,22 +68,20 @@ class LargeModel(nn.Module):
 
     Args:
         num_layers: at least 1.
-        dropout: 0 to 1.
         segment_size: 1 to num_layers.
 
     Raises:
-        a number out of its range.
+        one of these out of its range.
 
     Details:
         1. Under autocast the recomputation computes in the same dtype.
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input, mask or parameter changed in place, or a mode changed, before the backward
-           pass: an error or right gradients.
+        5. An input, mask or parameter changed in place before the backward pass: an error or right
+           gradients.
         6. A deep copy is a model of its own, also after a training step.
-        7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
-           pass refuses a size out of range at the latest.
+        7. use_checkpoint and segment_size may be set later, as attributes.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class LargeModel(nn.Module):
         """From (batch, length, hidden_dim) to the same.
 
         Raises:
-            x of another shape, or mask not (batch, length), in eval mode too.
+            x of another shape, or mask not (batch, length).
         """
         raise NotImplementedError
 
@@ -138,15 +136,14 @@ def recompute(
         1. Normalization in `state` counts a batch once.
         2. Several calls may precede one backward pass, and two backward passes may follow one call.
         3. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
-           make the backward pass raise an error. Other changes in lists and dicts make no
-           difference; nobody changes parameters between the passes.
-        4. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
+           make the backward pass raise an error. Nobody changes parameters or modes between the
+           passes.
+        4. An error or Ctrl-C in the second run leaves streams and buffers as they were.
         5. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
         6. Under autocast the second run computes in the same dtype.
         7. Without gradients there is no second run.
         8. On cuda the device's stream counts, even if no argument is a tensor.
-        9. Modules in `state` are in the mode of the first run, whatever theirs is by then.
-        10. A result dropped without a backward pass leaves no tensor to the garbage collector.
+        9. A result dropped without a backward pass leaves no tensor to the garbage collector.
     """
     raise NotImplementedError
 
@@ -159,8 +156,8 @@ def best_segment_size(num_layers: int) -> int:
 
         least  ceil(num_layers / s) + s is least; of several any will do
 
-    Raises:
-        num_layers below 1.
+    Args:
+        num_layers: at least 1.
     """
     raise NotImplementedError
 
@@ -194,7 +191,7 @@ def checkpoint_blocks(
     Details:
         1. Keys of state_dict(), classes and other models stay the same.
         2. Hooks of a block run once a call; a forward put on the block before still runs.
-        3. Blocks take and return anything, changing no argument; keywords have any name.
+        3. Blocks take and return anything, changing no argument.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may follow in a second call.
         6. Results of the overloads in `keep`, such as DEAR, are held, unless they are views or that
@@ -203,10 +200,10 @@ def checkpoint_blocks(
         8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
            share nothing; a dropped result leaves nothing.
         9. A held result changed in place, through no view: an error or right gradients. Nobody
-           changes parameters between the passes.
-        10. Generators among a block's attributes and arguments count.
+           changes parameters or modes between the passes.
+        10. Generators among a block's attributes count.
     """
     raise NotImplementedError
 
 
-# untouched stub 530a25e9d20b
+# untouched stub dc6a0b3da50f

@@ -9,7 +9,6 @@ input. An "error" is any exception.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -43,14 +42,12 @@ class MemoryIntensiveBlock(nn.Module):
         children  `up`, `relu`, `dropout` and `down`
         mask      bool (batch, length); where it is False, x comes through unchanged
 
-    Raises:
-        hidden_dim below 1.
+    Args:
+        hidden_dim: the width of x.
     """
 
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
         super().__init__()
-        if hidden_dim < 1:
-            raise ValueError(f"hidden_dim must be at least 1, not {hidden_dim}")
         self.up = nn.Linear(hidden_dim, 4 * hidden_dim)
         self.relu = nn.ReLU()
         self.dropout = nn.Dropout(dropout)
@@ -81,22 +78,20 @@ class LargeModel(nn.Module):
 
     Args:
         num_layers: at least 1.
-        dropout: 0 to 1.
         segment_size: 1 to num_layers.
 
     Raises:
-        a number out of its range.
+        one of these out of its range.
 
     Details:
         1. Under autocast the recomputation computes in the same dtype.
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input, mask or parameter changed in place, or a mode changed, before the backward
-           pass: an error or right gradients.
+        5. An input, mask or parameter changed in place before the backward pass: an error or right
+           gradients.
         6. A deep copy is a model of its own, also after a training step.
-        7. use_checkpoint and segment_size may be changed at any time, as attributes; the forward
-           pass refuses a size out of range at the latest.
+        7. use_checkpoint and segment_size may be set later, as attributes.
     """
 
     def __init__(
@@ -109,9 +104,8 @@ class LargeModel(nn.Module):
         segment_size: int = 1,
     ) -> None:
         super().__init__()
-        _check_size(segment_size, num_layers)
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be a probability, not {dropout}")
+        if not 1 <= segment_size <= num_layers:
+            raise ValueError(f"no segments of {segment_size} blocks in {num_layers} layers")
         self.layers = nn.ModuleList(
             MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
         )
@@ -123,14 +117,13 @@ class LargeModel(nn.Module):
         """From (batch, length, hidden_dim) to the same.
 
         Raises:
-            x of another shape, or mask not (batch, length), in eval mode too.
+            x of another shape, or mask not (batch, length).
         """
         if x.dim() != 3 or x.shape[-1] != self.hidden_dim:
             raise ValueError(f"x of shape (batch, length, {self.hidden_dim}), not {tuple(x.shape)}")
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"mask of shape {tuple(x.shape[:2])}, not {tuple(mask.shape)}")
         blocks = list(self.layers)
-        _check_size(self.segment_size, len(blocks))
         # In evaluation there is no memory to save, and recomputing costs. Under no_grad() the
         # checkpoint itself steps aside.
         if not (self.use_checkpoint and self.training):
@@ -142,11 +135,6 @@ class LargeModel(nn.Module):
             # Checkpoints within a checkpoint: the recomputation keeps inputs, and not insides.
             x = _checkpoint(_run_checkpointed, segment, x, mask)
         return x
-
-
-def _check_size(segment_size: int, num_layers: int) -> None:
-    if not 1 <= segment_size <= num_layers:
-        raise ValueError(f"no segments of {segment_size} blocks in {num_layers} layers")
 
 
 def _run(blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
@@ -205,15 +193,14 @@ def recompute(
         1. Normalization in `state` counts a batch once.
         2. Several calls may precede one backward pass, and two backward passes may follow one call.
         3. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
-           make the backward pass raise an error. Other changes in lists and dicts make no
-           difference; nobody changes parameters between the passes.
-        4. An error or Ctrl-C in the second run leaves streams, buffers and modes as they were.
+           make the backward pass raise an error. Nobody changes parameters or modes between the
+           passes.
+        4. An error or Ctrl-C in the second run leaves streams and buffers as they were.
         5. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
         6. Under autocast the second run computes in the same dtype.
         7. Without gradients there is no second run.
         8. On cuda the device's stream counts, even if no argument is a tensor.
-        9. Modules in `state` are in the mode of the first run, whatever theirs is by then.
-        10. A result dropped without a backward pass leaves no tensor to the garbage collector.
+        9. A result dropped without a backward pass leaves no tensor to the garbage collector.
     """
     state = list(state)
     for part in state:
@@ -275,7 +262,6 @@ class _Found:
         self.replaying = replaying
         tops = [part for part in state if isinstance(part, nn.Module)]
         self.modules = list(dict.fromkeys(module for top in tops for module in top.modules()))
-        self.modes = [module.training for module in self.modules]
         self.buffers = _copied([module._buffers for module in self.modules])
         # checkpoint() keeps the streams of its arguments' devices: of none if an argument hides its
         # tensors, or if there are none.
@@ -286,8 +272,6 @@ class _Found:
     def __enter__(self) -> None:
         self.own = [module._buffers for module in self.modules]
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
-        self.own_modes = [module.training for module in self.modules]
-        self._set_modes(self.modes)
         # Copies once more: there may be a second backward pass.
         self._set(_copied(self.buffers), self.states)
         # Only now: a selective recomputation knows the operations of the first run, and would not
@@ -298,11 +282,6 @@ class _Found:
         self.replaying.__exit__(*error)
         # Always: a recomputation that has all that it needs ends by an exception.
         self._set(self.own, self.now)
-        self._set_modes(self.own_modes)
-
-    def _set_modes(self, modes: list[bool]) -> None:
-        for module, mode in zip(self.modules, modes, strict=True):
-            module.training = mode
 
     def _set(
         self, buffers: list[dict[str, Tensor | None]], states: list[tuple[Generator, Tensor]]
@@ -314,12 +293,7 @@ class _Found:
 
 
 def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | None]]:
-    memo: dict[int, Any] = {}  # so that what two modules share, they share in the copies
-
-    def new(buffer: Tensor) -> Tensor:
-        return copy.deepcopy(buffer.detach(), memo).requires_grad_(buffer.requires_grad)
-
-    return [{name: b if b is None else new(b) for name, b in its.items()} for its in found]
+    return [{n: b if b is None else b.detach().clone() for n, b in its.items()} for its in found]
 
 
 # Part 3
@@ -330,11 +304,9 @@ def best_segment_size(num_layers: int) -> int:
 
         least  ceil(num_layers / s) + s is least; of several any will do
 
-    Raises:
-        num_layers below 1.
+    Args:
+        num_layers: at least 1.
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, not {num_layers}")
     return min(range(1, num_layers + 1), key=lambda size: -(-num_layers // size) + size)
 
 
@@ -367,7 +339,7 @@ def checkpoint_blocks(
     Details:
         1. Keys of state_dict(), classes and other models stay the same.
         2. Hooks of a block run once a call; a forward put on the block before still runs.
-        3. Blocks take and return anything, changing no argument; keywords have any name.
+        3. Blocks take and return anything, changing no argument.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may follow in a second call.
         6. Results of the overloads in `keep`, such as DEAR, are held, unless they are views or that
@@ -376,8 +348,8 @@ def checkpoint_blocks(
         8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
            share nothing; a dropped result leaves nothing.
         9. A held result changed in place, through no view: an error or right gradients. Nobody
-           changes parameters between the passes.
-        10. Generators among a block's attributes and arguments count.
+           changes parameters or modes between the passes.
+        10. Generators among a block's attributes count.
     """
     if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
         raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
@@ -411,7 +383,6 @@ class _Checkpointed:
         if not self.block.training:
             return self.forward(*args, **kwargs)
         attributes = [v for module in self.block.modules() for v in vars(module).values()]
-        given = [*args, *kwargs.values(), *attributes]
         state: list[nn.Module | Generator] = [self.block]
-        state += [value for value in given if isinstance(value, Generator)]
+        state += [value for value in attributes if isinstance(value, Generator)]
         return _recompute(self.forward, args, kwargs, state, self.keep)

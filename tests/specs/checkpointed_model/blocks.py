@@ -13,7 +13,7 @@ from kit.laws.checks import ERRORS, check_equal, check_raises, fail
 from kit.laws.scenarios import once, scenarios
 from kit.laws.untouched import observed
 from kit.private_torch import tree_leaves, tree_map
-from specs.checkpointed_model.meanings import TYPES, meaning
+from specs.checkpointed_model.meanings import meaning
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
 
 
@@ -31,12 +31,10 @@ class Noisy(nn.Module):
     def generators(self):
         return [g for g in (self.first, self.second) if g is not None]
 
-    def forward(self, x, *generators, **named):
+    def forward(self, x):
         y = torch.tanh(self.up(x))
         for generator in self.generators:
             y = y * (torch.rand(y.shape, generator=generator, device=y.device) < 0.75)
-        for generator in (*generators, *named.values()):
-            y = y * torch.full_like(y, 0.75).bernoulli(generator=generator)
         return x + torch.tanh(F.dropout(y, self.rate, self.training))
 
 
@@ -57,21 +55,6 @@ class Counting(nn.Module):
         self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
         self.last = y.detach().mean()
         return x + torch.tanh(y)
-
-    def train(self, mode=True):
-        """Does more than to set the mode, as does one that merges weights."""
-        self.calls += 10
-        return super().train(mode)
-
-
-class Growing(Counting):
-    """Its first call registers one more buffer, a large one, as rotary embeddings do."""
-
-    def forward(self, x):
-        if not hasattr(self, "table"):
-            self.register_buffer("table", torch.zeros(2**19, device=x.device))
-        self.table += 1
-        return super().forward(x * 0.9 ** self.table.mean())
 
 
 class Nest(nn.Module):
@@ -123,28 +106,16 @@ NORMS = {
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-def kind(value):
-    """The type of a value, and of what is in it."""
-    name = "Tensor" if isinstance(value, Tensor) else type(value).__name__
-    inside = value.values() if isinstance(value, dict) else value
-    return (
-        f"{name}({', '.join(map(kind, inside))})"
-        if isinstance(value, (tuple, list, dict))
-        else name
-    )
-
-
 class Mixer(nn.Module):
     """A block that takes and returns all kinds of things, and notes which arguments it has had."""
 
     def __init__(self):
         super().__init__()
-        self.up, self.heard, self.kinds = nn.Linear(WIDTH, WIDTH), set(), set()
+        self.up, self.heard = nn.Linear(WIDTH, WIDTH), set()
 
     def forward(self, that, *more, name="", **rest):
         named = {f"argument_{number}" for number, _ in enumerate(more, 2)}
         self.heard = self.heard | {*named, *rest, *(["name"] if name else [])}
-        self.kinds = self.kinds | {kind(more), *(f"{n}: {kind(part)}" for n, part in rest.items())}
         hidden = F.dropout(torch.tanh(self.up(that)), 0.25, self.training)
         for part in tree_leaves((more, rest)):
             if isinstance(part, (Tensor, float)):
@@ -226,6 +197,7 @@ def chain(
     kinds=(),  # the classes whose blocks are checkpointed, if not that of the first block
     call=call,
     spoil=None,  # changes model, x, args or kwargs of the first call between the passes
+    late=None,  # the same, between two backward passes
     step=None,
     **kwargs,
 ):
@@ -263,8 +235,9 @@ def chain(
         inner = dict.fromkeys(m for block in model.order for m in block.modules())
         counted = [module.up for module in inner if hasattr(module, "up")]
         own = [g for m in model.modules() for g in getattr(m, "generators", ())]
-        between = {"between": lambda: spoil(model, *given)} if spoil else {}
-        return Step(model, forward, counted, leaves, own, **between, **step or {})
+        changes = {"between": spoil, "late": late}
+        bound = {when: partial(f, model, *given) for when, f in changes.items() if f}
+        return Step(model, forward, counted, leaves, own, **bound, **step or {})
 
     return build
 
@@ -276,6 +249,16 @@ def recomputed(answer, device, name, build, runs=2):
     true = once(name, lambda: seen(build, plain, nothing, device))
     _check_heard(mine, true, name)
     return compared(mine, true, runs)
+
+
+@scenarios("the step")
+def guarded(answer, device, name, spoiled, true):
+    """A step in which something is changed: an error, or the gradients of one where nothing is."""
+    mine = seen(spoiled, answer.recompute, nothing, device, any_error=True)
+    true = once(name, lambda: seen(true, plain, nothing, device))
+    got, want = never_wrong(mine, lambda: true)
+    drawn = "numbers drawn after the backward pass"  # after an error too
+    return {"backward": got, drawn: mine[drawn]}, {"backward": want, drawn: true[drawn]}
 
 
 @scenarios("the step", meaning)
@@ -304,11 +287,8 @@ def seen(build, run, prepare, device, any_error=False):
     """What is seen of a step, and which arguments reached a Mixer."""
     step = build(run, prepare, device)
     found = see(step, device, any_error)
-    heard, kinds = (
-        sorted(set().union(*[getattr(module, name, ()) for module in step.model.modules()]))
-        for name in ("heard", "kinds")
-    )
-    return found | {"arguments": heard, TYPES: kinds}
+    heard = {name for module in step.model.modules() for name in getattr(module, "heard", ())}
+    return found | {"arguments": sorted(heard)}
 
 
 def _check_heard(mine, true, name):

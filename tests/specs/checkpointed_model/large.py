@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from functools import partial
 
 import torch
 
@@ -23,14 +24,11 @@ def large(
     dropout=0.25,
     masks=0,  # of these first passes; the others have none
     passes=1,
-    share=0.3,  # of such a mask that is True
-    rows=SHAPE[0],
-    dtype=torch.float32,
     grad=True,  # of x
     frozen=lambda name: False,  # whether a parameter of this name is
     before=lambda model: None,  # happens before the step, and may give another model
     spoil=None,  # changes the model, the first input or mask between the passes
-    meanwhile=lambda model: None,  # happens between two forward passes
+    late=None,  # the same, between two backward passes
     **step,
 ):
     """A LargeModel and a step."""
@@ -42,15 +40,13 @@ def large(
             options["use_checkpoint"] = use
         if size > 1:
             options["segment_size"] = size
-        model = answer.LargeModel(layers, WIDTH, **options).to(device, dtype)
+        model = answer.LargeModel(layers, WIDTH, **options).to(device)
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen(name))
         model = before(model.train(train)) or model
-        shape = (rows, *SHAPE[1:])
-        like = {"device": device, "dtype": dtype, "requires_grad": grad}
-        x = [draw.randn(*shape, **like) for _ in range(passes)]
+        x = [draw.randn(*SHAPE, device=device, requires_grad=grad) for _ in range(passes)]
         inputs = [x[0] * 1, *x[1:]]  # a leaf could not be changed in place
-        given = [draw.rand(*shape[:2], device=device) < share * (n + 1) for n in range(masks)]
+        given = [draw.rand(*SHAPE[:2], device=device) < 0.3 * (n + 1) for n in range(masks)]
         pairs = list(zip(inputs, [*given, *[None] * (passes - masks)], strict=True))
 
         def run(x, mask):
@@ -61,11 +57,12 @@ def large(
             return x
 
         def forward():
-            return [(n and meanwhile(model), run(*pair))[1] for n, pair in enumerate(pairs)]
+            return [run(*pair) for pair in pairs]
 
-        between = {"between": lambda: spoil(model, *pairs[0])} if spoil else {}
+        changes = {"between": spoil, "late": late}
+        bound = {when: partial(f, model, *pairs[0]) for when, f in changes.items() if f}
         counted = [block.up for block in model.layers]
-        return Step(model, forward, counted, x if grad else [], **step, **between)
+        return Step(model, forward, counted, x if grad else [], **bound, **step)
 
     return build
 
@@ -147,7 +144,6 @@ def check_nothing_left(model, x, forward):
     The loss is still there, as in a log.
     """
     __tracebackhide__ = True
-    what = "inputs, results, copies or the graph are"
     for when, step in {"without": forward, "after": whole_step(model, x, forward)}.items():
 
         def then(step=step, when=when):
@@ -157,20 +153,18 @@ def check_nothing_left(model, x, forward):
             x.detach()  # after each operation bytes are read, here before garbage is collected
 
         found = measure(then, x.device, known=[model, x])
-        said = f"0 bytes more than before, {when} a backward pass"
-        cause = f"{what} kept in a list, on an object, or in a cycle"
-        _check_none(found.retained, x, said, cause)
-        cause = f"{what} in a cycle of references, as a function that calls itself makes one"
-        cause += ", or on a node of the loss's graph"
         loss = bytes_of(x.new_zeros(())) if when == "after" else 0
-        waits = found.timeline[-2] - found.baseline - loss
-        _check_none(waits, x, f"{said}, and before garbage is collected", cause)
-
-
-def _check_none(number, x, said, cause):
-    __tracebackhide__ = True
-    got = f"{number} bytes: {number / one_input(x):.1f} inputs"
-    check(number <= 0, expected=said, got=got, cause=cause)
+        more = max(found.timeline[-2] - found.baseline - loss, found.retained)
+        where = (
+            "in a cycle of references, as a function that calls itself makes one, or on the loss"
+        )
+        where = "kept in a list, on an object, or in a cycle" if found.retained > 0 else where
+        check(
+            more <= 0,
+            expected=f"0 bytes more than before, {when} a backward pass, and no garbage",
+            got=f"{more} bytes: {more / one_input(x):.1f} inputs",
+            cause=f"inputs, results, copies or the graph are {where}",
+        )
 
 
 def held(model, x, forward):
@@ -226,23 +220,21 @@ def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspe
     check_bar(title, reads(answer), limit, cause=cause, suspects=plain | (suspects or {}), **shown)
 
 
-def _when(layers, size, case, answer, device, excess):
+def _when(layers, size, case, answer, device):
     """Which of both passes takes more than it may, in words, by what is held between them."""
     unit = "block" if size == 1 else "segment"
     between, inputs = of_model(held, answer, layers, size, device, case), math.ceil(layers / size)
     said = f"{human(between)} is held between the passes"
     if between > (inputs + 1) * one_input(large_inputs(device)):
         return f"{said}: the first run keeps more than the input of each {unit}"
-    several = "the insides of several blocks are there at once"
-    if excess < 2 * one_input(large_inputs(device)):
-        several = "outputs of second runs, or gradients not handed on, are still there"
-    return f"{said}, no more than inputs: in the backward pass {several}"
+    several = "in the backward pass the insides of several blocks are there at once"
+    return f"{said}, no more than inputs: {several}"
 
 
 def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause=""):
     """The same for a LargeModel: `peak` reads so many inputs and an inside, `held` inputs alone."""
     __tracebackhide__ = True
-    read = functools.partial(of_model, reads, device=device, case=case)
+    read = partial(of_model, reads, device=device, case=case)
     title, formula = f"held between the passes, {layers} blocks", f"({words}) inputs"
     limit, suspects = inputs * one_input(large_inputs(device)), {}
     if reads is peak:
@@ -252,7 +244,7 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
         title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
         suspects[unheeded] = lambda: read(answer, layers, 1)
     of = lambda module: read(module or answer, layers, size if module else 0)  # noqa: E731
-    if reads is peak and (excess := of(answer) - limit) > 0:
-        suspects[_when(layers, size, case, answer, device, excess)] = of(answer)
+    if reads is peak and of(answer) > limit:
+        suspects[_when(layers, size, case, answer, device)] = of(answer)
     given = (f"{title}, {case}", limit, formula, of, answer, reference)
     check_limit(*given, cause=cause, suspects=suspects)

@@ -12,7 +12,6 @@ STREAM = (
 LAST_BLOCK = (
     "every block runs the last one: a function looks up the variable of a loop when it is late"
 )
-TYPES = "types of the arguments in all runs"
 WAYS = "precisions and modes of all runs"
 
 
@@ -40,8 +39,6 @@ def meaning(got, want):
         )
     if name.startswith("buffers that the backward pass replaced"):
         return "after the second run other tensors are there than before: copies, or what had gone"
-    if name == TYPES:
-        return "a block is handed another type than was given: a container is made anew as another"
     if name.startswith("runs in the backward pass"):
         if got[name] == [2 * count for count in want[name]] and any(got[name]):
             return "every block runs again twice: there is a checkpoint inside a checkpoint"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from kit.laws import draw
@@ -32,6 +31,7 @@ class Step:
     generators: Sequence[Generator] = ()
     outer: Callable[[], Any] = nullcontext  # what the forward pass is inside of
     between: Callable[[], Any] = lambda: None  # happens after the forward pass
+    late: Callable[[], Any] | None = None  # between two backward passes; without it there is one
     backward: Callable[[Tensor], Any] = Tensor.backward
 
 
@@ -100,7 +100,11 @@ def _outcome(step, tensors, any_error):
     if not losses:
         return "no graph"
     try:
-        step.backward(torch.stack(losses).sum())
+        loss = torch.stack(losses).sum()
+        if step.late:
+            loss.backward(retain_graph=True)
+            step.late()
+        step.backward(loss)
     except SpecFailure:
         raise
     except Exception as error:
@@ -122,17 +126,24 @@ def _buffers(model, when):
     return {f"buffer {name} {when}": buffer.clone() for name, buffer in model.named_buffers()}
 
 
+def nearly(mine, true):
+    """The same, with gradients of the other where they are rounded in another way."""
+
+    def close(name):
+        both = mine[name], true.get(name)
+        are = name.startswith("gradient") and all(isinstance(grad, Tensor) for grad in both)
+        return are and torch.allclose(*both, rtol=1e-4, atol=1e-6)
+
+    return {name: true[name] if close(name) else mine[name] for name in mine}
+
+
 def compared(mine, true, runs, near=False):
     """What is seen of a step, and what should be, by what is seen of one without checkpoints.
 
     `runs` is how often a block should run for each run without; None where that is not looked at.
     `near`: gradients may be rounded in another way, as sums in another order are.
     """
-    for name, grad in mine.items() if near else ():
-        want = true.get(name)
-        both = name.startswith("gradient") and isinstance(grad, Tensor) and want is not None
-        if both and torch.allclose(grad, want, rtol=1e-4, atol=1e-6):
-            mine[name] = want
+    mine = nearly(mine, true) if near else mine
     again = [n * ((runs or 1) - 1) for n in true["runs in the forward pass"]]
     key = "runs in the backward pass"
     return mine, true | {key: mine[key] if runs is None else again}
@@ -147,11 +158,12 @@ def never_wrong(mine, truly):
     return {name: mine[name] for name in names}, {name: true[name] for name in names}
 
 
-def twice(loss):
-    """Two backward passes, and a draw between."""
-    loss.backward(retain_graph=True)
-    F.dropout(torch.ones(1, device=loss.device))
-    loss.backward()
+def draw_on(model, *_):
+    """From torch's stream, and from all of the model's."""
+    draw.next_random(torch.get_default_device())
+    for module in model.modules():
+        for generator in getattr(module, "generators", ()):
+            torch.rand(3, generator=generator, device=generator.device)
 
 
 def autocast(dtype):
