@@ -109,7 +109,6 @@ class LargeModel(nn.Module):
         self.layers = nn.ModuleList(
             MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
         )
-        self.hidden_dim = hidden_dim
         self.use_checkpoint = use_checkpoint
         self.segment_size = segment_size
 
@@ -117,10 +116,8 @@ class LargeModel(nn.Module):
         """From (batch, length, hidden_dim) to the same.
 
         Raises:
-            x of another shape, or mask not (batch, length).
+            mask is not of shape (batch, length).
         """
-        if x.dim() != 3 or x.shape[-1] != self.hidden_dim:
-            raise ValueError(f"x of shape (batch, length, {self.hidden_dim}), not {tuple(x.shape)}")
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"mask of shape {tuple(x.shape[:2])}, not {tuple(mask.shape)}")
         blocks = list(self.layers)
@@ -173,7 +170,7 @@ def recompute(
 ) -> Any:
     """Return function(*args, **kwargs), and run it again in backward.
 
-        held     by the graph: arguments, result, copies of the state; no activations
+        held     arguments, result, copies of the state; no activations
         bits     output and gradients are those of a plain call
         streams  the second run draws what the first drew, from torch's streams and each generator
                  in `state`; the backward pass moves none
@@ -244,8 +241,7 @@ def _policy(keep: Collection[Any]) -> Callable[..., bool]:
         draws = torch.Tag.nondeterministic_seeded in op.tags
         if "dropout_p" in names:  # attention, which draws for its dropout alone
             draws = given.get("dropout_p", 0.0) > 0.0
-        # A view costs nothing to run again; held, it would miss what is written to its base.
-        return op in keep and not draws and not op.is_view
+        return op in keep and not draws
 
     return policy
 
@@ -333,8 +329,8 @@ def checkpoint_blocks(
         keep: changes no bit; details 6-9.
 
     Raises:
-        no such block; one that is checkpointed already. TypeError: `block_type` is no class of
-        modules, something in `keep` no overload.
+        no such block; one that is checkpointed already. TypeError: something in `keep` is no
+        overload.
 
     Details:
         1. Keys of state_dict(), classes and other models stay the same.
@@ -342,8 +338,8 @@ def checkpoint_blocks(
         3. Blocks take and return anything, changing no argument.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may follow in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held, unless they are views or that
-           call draws random numbers; only other operations run again.
+        6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
+           numbers; only other operations run again. It has no views.
         7. Under autocast too: the same bits; `keep` has no casts.
         8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
            share nothing; a dropped result leaves nothing.
@@ -351,8 +347,6 @@ def checkpoint_blocks(
            changes parameters or modes between the passes.
         10. Generators among a block's attributes count.
     """
-    if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
-        raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
     for op in keep:
         if not isinstance(op, torch._ops.OpOverload):
             raise TypeError(f"keep takes overloads, such as aten.mm.default, and not {op!r}")

@@ -1,20 +1,30 @@
 """Blocks with a state of their own, and chains of them in which each step is tried."""
 
+import logging
+import os
 from collections import namedtuple
 from contextlib import suppress
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from kit.laws import draw
-from kit.laws.checks import ERRORS, check_equal, check_raises, fail
+from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.scenarios import once, scenarios
 from kit.laws.untouched import observed
 from kit.private_torch import tree_leaves, tree_map
-from specs.checkpointed_model.meanings import meaning
-from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
+from specs.checkpointed_model.steps import (
+    SHAPE,
+    WIDTH,
+    Step,
+    compared,
+    meaning,
+    never_wrong,
+    see,
+)
 
 
 class Noisy(nn.Module):
@@ -242,13 +252,34 @@ def chain(
     return build
 
 
+def stranger(train=True):
+    """A step of GPT-2 of the transformers library, with random weights and three blocks."""
+
+    def build(run, prepare, device):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        # The import takes over a second, so it waits for the first spec that needs it.
+        library = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
+        options = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 24, "vocab_size": 64}
+        # On cuda such attention is one operation that draws random numbers, and not to be kept.
+        options["attn_pdrop"] = 0.0 if device.type == "cuda" else 0.1
+        draw.seed(5)
+        config = library.GPT2Config(**options, bos_token_id=0, eos_token_id=0, use_cache=False)
+        model = library.GPT2Model(config).to(device)
+        x = draw.randint(64, (3, 24), device=device)
+        blocks = list(model.train().h)
+        prepare(model, library.GPT2Block)
+        model.train(train)
+        return Step(model, lambda: model(x).last_hidden_state, [block.ln_1 for block in blocks])
+
+    return build
+
+
 @scenarios("the step", meaning)
 def recomputed(answer, device, name, build, runs=2):
     """A step with recompute() shows what it shows with plain calls."""
     mine = seen(build, answer.recompute, nothing, device)
-    true = once(name, lambda: seen(build, plain, nothing, device))
-    _check_heard(mine, true, name)
-    return compared(mine, true, runs)
+    return compared(mine, once(name, lambda: seen(build, plain, nothing, device)), runs)
 
 
 @scenarios("the step")
@@ -273,9 +304,7 @@ def checkpointed(answer, device, name, build, counts, runs=2, keep=None):
     truly = lambda: once(name, lambda: seen(build, plain, nothing, device))  # noqa: E731
     if counts == "or an error":
         return never_wrong(mine, truly)
-    true = truly()
-    _check_heard(mine, true, name)
-    mine, true = compared(mine, true, runs)
+    mine, true = compared(mine, truly(), runs)
     return {"number of blocks": found, **mine}, {"number of blocks": counts, **true}
 
 
@@ -284,18 +313,4 @@ def nothing(*_):
 
 
 def seen(build, run, prepare, device, any_error=False):
-    """What is seen of a step, and which arguments reached a Mixer."""
-    step = build(run, prepare, device)
-    found = see(step, device, any_error)
-    heard = {name for module in step.model.modules() for name in getattr(module, "heard", ())}
-    return found | {"arguments": sorted(heard)}
-
-
-def _check_heard(mine, true, name):
-    """Fail if an argument did not reach a Mixer."""
-    __tracebackhide__ = True
-    for argument in true["arguments"]:
-        if argument not in mine["arguments"]:
-            said = f"a block that is called with x, {', '.join(true['arguments'])} ({name})"
-            cause, got = f"keyword argument `{argument}` never reached the block", mine["arguments"]
-            fail(expected=said, got=", ".join(["x", *got]), cause=cause, sure=True)
+    return see(build(run, prepare, device), device, any_error)

@@ -11,8 +11,15 @@ from kit.laws import draw
 from kit.laws.checks import check, check_bar
 from kit.laws.scenarios import scenarios
 from kit.memory.ruler import bytes_of, human, measure
-from specs.checkpointed_model.meanings import meaning
-from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, never_wrong, see
+from specs.checkpointed_model.steps import (
+    SHAPE,
+    WIDTH,
+    Step,
+    compared,
+    meaning,
+    never_wrong,
+    see,
+)
 
 
 def large(

@@ -10,14 +10,18 @@ from torch import Generator, Tensor, nn
 
 from kit.laws import draw
 from kit.laws.checks import SpecFailure
-from kit.laws.equal import Raised
+from kit.laws.equal import Raised, same
 from kit.laws.untouched import observed
 from kit.private_torch import tree_flatten
-from specs.checkpointed_model.meanings import WAYS
 
 WIDTH = 16  # of all models
 SHAPE = (3, 5, WIDTH)  # of inputs, unless bytes are measured
 HALVES = (torch.bfloat16, torch.float16)
+WAYS, ARGUMENTS = "precisions and modes of all runs", "arguments that reached the block"
+STREAM = (
+    "the stream is not put back to where it was just before the second run; or only where that run"
+    " ends without an exception"
+)
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Step:
     outer: Callable[[], Any] = nullcontext  # what the forward pass is inside of
     between: Callable[[], Any] = lambda: None  # happens after the forward pass
     late: Callable[[], Any] | None = None  # between two backward passes; without it there is one
-    backward: Callable[[Tensor], Any] = Tensor.backward
+    backward: Callable[..., Any] = lambda loss, leaves: loss.backward()
 
 
 class Runs:
@@ -68,7 +72,9 @@ def see(step, device, any_error=False):
         output = step.forward()
     parts, structure = tree_flatten(output)
     tensors = [part for part in parts if isinstance(part, Tensor)]
+    heard = {name for module in step.model.modules() for name in getattr(module, "heard", ())}
     seen = {
+        ARGUMENTS: sorted(heard),
         "runs in the forward pass": runs.take(),
         "output": [t.detach().clone() for t in tensors],
         "other results": [part for part in parts if not isinstance(part, Tensor)],
@@ -104,7 +110,7 @@ def _outcome(step, tensors, any_error):
         if step.late:
             loss.backward(retain_graph=True)
             step.late()
-        step.backward(loss)
+        step.backward(loss, [*step.model.parameters(), *step.leaves])
     except SpecFailure:
         raise
     except Exception as error:
@@ -169,3 +175,30 @@ def draw_on(model, *_):
 def autocast(dtype):
     """On the device that is judged, which is the default device of a scenario."""
     return lambda: torch.autocast(torch.get_default_device().type, dtype)
+
+
+def _ways(seen):
+    return ", ".join(" in ".join(way) for way in seen[WAYS])
+
+
+def meaning(got, want):
+    """What the first thing that differs can only mean, whatever a spec is about; or None."""
+    if lost := [name for name in want.get(ARGUMENTS, ()) if name not in got[ARGUMENTS]]:
+        return f"keyword argument `{lost[0]}` never reached the block"
+    name = next((name for name in want if not same(got.get(name), want[name])), "")
+    if name == "output" and [t.shape for t in got[name]] == [t.shape for t in want[name]]:
+        return "the first run already draws or computes otherwise than a plain call"
+    if name.startswith("numbers drawn after the backward pass"):
+        return STREAM
+    if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
+        return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
+    if name.startswith("buffers that the backward pass replaced"):
+        return "after the second run other tensors are there than before: copies, or what had gone"
+    if name.startswith("runs in the backward pass"):
+        if got[name] == [2 * count for count in want[name]] and any(got[name]):
+            return "every block runs again twice: there is a checkpoint inside a checkpoint"
+        if not any(got[name]):
+            return "nothing runs again: the call is a plain one here"
+        plain = [n for n, count in enumerate(got[name]) if count < want[name][n]]
+        return f"block {plain[0]} does not run again: it is called plainly" if plain else None
+    return None

@@ -1,4 +1,4 @@
-"""The same bits for functions with a state: their own random streams, buffers that they change."""
+"""The same bits for functions with a state, in every precision and after errors; bytes."""
 
 from functools import partial
 
@@ -7,16 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kit.laws.checks import check_equal, check_raises
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
+    NORMS,
     Counting,
     Nest,
     Noisy,
     Normed,
     Pair,
+    call,
     chain,
     counting,
     frozen,
+    guarded,
     mixers,
     noisy,
     plain,
@@ -24,20 +28,17 @@ from specs.checkpointed_model.blocks import (
     replace_buffers,
     two_noisy,
 )
-from specs.checkpointed_model.large import check_limit, held, large_inputs, one_input
-from specs.checkpointed_model.steps import WIDTH
+from specs.checkpointed_model.large import (
+    check_limit,
+    check_nothing_left,
+    held,
+    large_inputs,
+    one_input,
+)
+from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, draw_on
 
 FLOAT, COMPLEX, INT = torch.float32, torch.complex64, torch.int64
-
-
-class Batch(dict):
-    """As the batches of libraries: a dict that can do more, and has attributes."""
-
-    scale = 1.0
-
-    @property
-    def pixels(self):
-        return self["pixels"] * self.scale
+STATES = {"generators": noisy, "buffers": counting}
 
 
 class TestPart2Recompute:
@@ -93,28 +94,124 @@ class TestPart2Recompute:
         """Of a chain of 3 calls: 2 inputs (x is the baseline's) and the output; buffers are small.
         The inside of one call would be 8 inputs more, for its hidden layer and the ReLU of it.
         The bar adds 1."""
-        step = lambda run, chain, x, model: chain(run, x)  # noqa: E731
+        layers = [nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)) for _ in range(3)]
+        model, x = nn.Sequential(*layers).to(device), large_inputs(device)
+
+        def calls(run, y):
+            for block in model:
+                y = run(lambda *, y, b=block: b(y), y=y, state=[block])
+            return y
+
+        run = lambda module: module.recompute if module else plain  # noqa: E731
+        reads = lambda module: held(model, x, lambda: calls(run(module), x))  # noqa: E731
+        given = ("held between the passes, 3 calls, by keyword", 4 * one_input(x), "(3 + 1) inputs")
         cause = "something of the inside is kept"
-        _check_held(answer, reference, device, 3, "3 calls", step, cause)
+        check_limit(*given, reads, answer, reference, cause=cause)
 
-    @pytest.mark.survives("recompute", "held")
-    def test_a_call_around_others_frees_what_they_hold(self, answer, reference, device):
-        """It is the output alone, and the bar adds 1."""
-        step = lambda run, chain, x, model: run(partial(chain, run), x, state=[model])  # noqa: E731
-        cause = "arguments are held by something else than the graph, as a closure, so that a call "
-        cause += "around cannot free them: give checkpoint() each tensor by position"
-        _check_held(answer, reference, device, 1, "3 calls in one more", step, cause)
-
-    @pytest.mark.survives("recompute", "function")
+    @pytest.mark.survives("recompute", 3)
     @recomputed("an argument, a result, or the graph of one of them is lost on the way")
     def test_takes_and_returns_anything(self):
-        yield "a dict of another class", chain(two_noisy, call=_batched)
         by_sort = lambda run, block, x: run(lambda y: block(y[0]).sort(dim=1), x.sort(dim=1))  # noqa: E731
         yield "what sort() gives comes and goes", chain(two_noisy, call=by_sort)
         given = {"d": FLOAT, "c": FLOAT}
         yield "keywords and a dict that are not sorted", chain(mixers, given, b=FLOAT, a=FLOAT)
         yield "in containers by keyword", chain(mixers, a={"b": FLOAT, "c": [{"d": FLOAT}]})
         yield "in a tuple by position", chain(mixers, FLOAT, (FLOAT, 2.5, None))
+
+    @pytest.mark.survives("recompute", 1)
+    @recomputed("a kind of norm is not known, or one does something else when it runs again")
+    def test_counts_each_batch_once(self):
+        """pytorch/pytorch#96136: the second run counts the batch again."""
+        for name, (dims, norm) in NORMS.items():
+            shape = (4, WIDTH, 3, 2, 2)[:dims]
+            yield name, chain(lambda norm=norm: [Normed(norm())], passes=2, shape=shape)
+
+    @pytest.mark.survives("recompute", 2)
+    @recomputed("calls share what they found, or it serves one second run only")
+    def test_calls_share_nothing(self):
+        for name, make in STATES.items():
+            yield f"three calls, {name}", chain(make, passes=3)
+            yield f"others between two backward passes, {name}", chain(make, late=_others), 3
+
+    @pytest.mark.survives("recompute", 3)
+    @guarded("such a tensor is kept without being saved, so that nobody notices a change")
+    def test_tensors_anywhere_are_guarded(self):
+        tensors = {
+            "x": (lambda x, args, kwargs: x, ()),
+            "integers": (lambda x, args, kwargs: args[0], (INT,)),
+            "in a tuple": (lambda x, args, kwargs: args[0][1], ((None, FLOAT),)),
+            "in a list": (lambda x, args, kwargs: args[0][1], ([None, FLOAT],)),
+            "by keyword": (lambda x, args, kwargs: kwargs["b"], (), {"b": FLOAT}),
+            "in a dict": (lambda x, args, kwargs: kwargs["b"]["c"], (), {"b": {"c": FLOAT}}),
+        }
+        for what, (find, args, *kwargs) in tensors.items():
+            zero = lambda model, *given, find=find: find(*given).detach().zero_()  # noqa: E731
+            world = partial(chain, mixers, *args, **dict(*kwargs))
+            yield what, world(spoil=zero), world()
+            late = f"{what}, between two backward passes"
+            yield late, world(late=zero), world(late=lambda *_: None)
+
+    @pytest.mark.survives("recompute", 4)
+    @recomputed("they are put back if all goes well: no finally")
+    def test_puts_everything_back_after_an_error(self):
+        """The second run ends by an error, and the third one finds what was there before it."""
+        for error in (ValueError, KeyboardInterrupt):
+            for name, make in STATES.items():
+                given = {"call": partial(_failing, error), "step": {"backward": _tried_again}}
+                yield f"{error.__name__}, {name}", chain(make, spoil=draw_on, **given), 3
+
+    @pytest.mark.survives("recompute", 5)
+    @recomputed("torch's checkpoint takes the function's keyword argument for its own")
+    def test_keyword_arguments_may_have_any_name(self):
+        names = ["use_reentrant", "context_fn", "preserve_rng_state", "function", "args"]
+        yield "debug", chain(mixers, debug=0.5)
+        others = dict.fromkeys([*names, "determinism_check", "early_stop", "kwargs"], 0.5)
+        yield "others", chain(mixers, **others)
+
+    @pytest.mark.survives("recompute", 6)
+    @recomputed("the second run is without autocast, or has its default dtype")
+    def test_runs_again_in_the_same_precision(self):
+        for dtype in HALVES:
+            for name, make in STATES.items():
+                yield f"{dtype}, {name}", chain(make, step={"outer": autocast(dtype)})
+
+    @pytest.mark.survives("recompute", 7)
+    @recomputed("gradients are switched on again inside, or it runs twice at once")
+    def test_runs_once_without_gradients(self):
+        for mode in (torch.no_grad, torch.inference_mode):
+            for name, make in STATES.items():
+                yield f"{mode.__name__}, {name}", chain(make, step={"outer": mode}), 1
+
+    @pytest.mark.gpu
+    @pytest.mark.survives("recompute", 8)
+    @recomputed("checkpoint() keeps the random state of the devices of its tensor arguments only")
+    def test_keeps_the_devices_stream(self):
+        """`checkpoint(lambda: function(*args))` has no tensor argument."""
+        yield "by position", chain(two_noisy)
+        named = lambda run, block, x: run(lambda *, y: block(y), y=x, state=[block])  # noqa: E731
+        yield "by keyword", chain(two_noisy, call=named)
+        captured = lambda run, block, x: run(lambda: block(x), state=[block])  # noqa: E731
+        yield "in a closure", chain(two_noisy, call=captured)
+
+    @pytest.mark.survives("recompute", 9)
+    def test_a_dropped_result_leaves_nothing(self, answer, device):
+        with device:
+            noise = Noisy(7)
+        block = nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), noise, nn.BatchNorm1d(64)).to(device)
+        x, state = large_inputs(device), [block, *noise.generators]
+        one = lambda x: answer.recompute(block, x, state=state)  # noqa: E731
+        for forward in (one, lambda x: answer.recompute(one, x, state=state)):
+            check_nothing_left(block, x, lambda forward=forward: forward(x * 1))
+
+    @pytest.mark.survives("recompute", "Raises")
+    def test_refuses_other_state(self, answer):
+        bad, ran = torch.ones(2), []
+        for state in ([Noisy(), bad], [bad, Noisy()]):
+            call = partial(answer.recompute, ran.append, torch.ones(2), state=state)
+            for mode in (torch.enable_grad, torch.no_grad):
+                when = f"for {bad!r} in state, under {mode.__name__}"
+                check_raises(mode()(call), TypeError, mentions=[bad], when=when)
+        check_equal(ran, [], "runs of the function", cause="state is checked too late")
 
 
 def _shifted(model):
@@ -133,12 +230,6 @@ def _of_itself(run, block, x):
     """As nn.MultiheadAttention does, it asks whether they are one; and one more has no graph."""
     both = lambda query, key, data: block((query if query is key else -key) * data)  # noqa: E731
     return run(both, x, x, x.detach(), state=[block])
-
-
-def _batched(run, block, x):
-    batch = Batch(pixels=x)
-    batch.scale = 0.5
-    return run(lambda batch: block(batch.pixels), batch)
 
 
 def _three_inside(run, block, x):
@@ -160,17 +251,28 @@ def _one_generator():
     return blocks
 
 
-def _check_held(answer, reference, device, inputs, what, step, cause):
-    __tracebackhide__ = True
-    layers = [nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)) for _ in range(3)]
-    model, x = nn.Sequential(*layers).to(device), large_inputs(device)
+def _failing(error, run, block, x):
+    """The second run fails, the third does not."""
+    ends = iter([None, error])
 
-    def calls(run, y):
-        for block in model:
-            y = run(lambda *, y, b=block: b(y), y=y, state=[block])
-        return y
+    def function(x):
+        y = block(x)
+        if next(ends, None):
+            raise error
+        return torch.tanh(y)
 
-    reads = lambda m: held(model, x, lambda: step(m.recompute if m else plain, calls, x, model))  # noqa: E731
-    title, formula = f"held between the passes, {what}, by keyword", f"({inputs} + 1) inputs"
-    limit = (inputs + 1) * one_input(x)
-    check_limit(title, limit, formula, reads, answer, reference, cause=cause)
+    return call(lambda block, x, state: run(function, x, state=state), block, x)
+
+
+def _tried_again(loss, leaves):
+    """A backward pass, and another one if it fails."""
+    try:
+        loss.backward(retain_graph=True)
+    except (ValueError, KeyboardInterrupt):
+        loss.backward()
+
+
+def _others(model, *_):
+    """Other numbers are drawn, and buffers are replaced."""
+    replace_buffers(model)
+    draw_on(model)
