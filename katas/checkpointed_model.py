@@ -99,7 +99,7 @@ class LargeModel(nn.Module):
         """From (batch, length, hidden_dim) to the same.
 
         Raises:
-            x of another shape, or mask not (batch, length).
+            mask is not of shape (batch, length).
         """
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ def recompute(
 ) -> Any:
     """Return function(*args, **kwargs), and run it again in backward.
 
-        held     by the graph: arguments, result, copies of the state; no activations
+        held     arguments, result, copies of the state; no activations
         bits     output and gradients are those of a plain call
         streams  the second run draws what the first drew, from torch's streams and each generator
                  in `state`; the backward pass moves none
@@ -185,8 +185,8 @@ def checkpoint_blocks(
         keep: changes no bit; details 6-9.
 
     Raises:
-        no such block; one that is checkpointed already. TypeError: `block_type` is no class of
-        modules, something in `keep` no overload.
+        no such block; one that is checkpointed already. TypeError: something in `keep` is no
+        overload.
 
     Details:
         1. Keys of state_dict(), classes and other models stay the same.
@@ -194,16 +194,15 @@ def checkpoint_blocks(
         3. Blocks take and return anything, changing no argument.
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may follow in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held, unless they are views or that
-           call draws random numbers; only other operations run again.
+        6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
+           numbers; only other operations run again. It has no views.
         7. Under autocast too: the same bits; `keep` has no casts.
         8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
-           share nothing; a dropped result leaves nothing.
-        9. A held result changed in place, through no view: an error or right gradients. Nobody
-           changes parameters or modes between the passes.
-        10. Generators among a block's attributes count.
+           share nothing; a dropped result leaves nothing. Nobody changes parameters, modes or held
+           results between the passes.
+        9. Generators among a block's attributes count.
     """
     raise NotImplementedError
 
 
-# untouched stub dc6a0b3da50f
+# untouched stub c5bcf2c0a68a

@@ -342,10 +342,9 @@ def checkpoint_blocks(
            numbers; only other operations run again. It has no views.
         7. Under autocast too: the same bits; `keep` has no casts.
         8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
-           share nothing; a dropped result leaves nothing.
-        9. A held result changed in place, through no view: an error or right gradients. Nobody
-           changes parameters or modes between the passes.
-        10. Generators among a block's attributes count.
+           share nothing; a dropped result leaves nothing. Nobody changes parameters, modes or held
+           results between the passes.
+        9. Generators among a block's attributes count.
     """
     for op in keep:
         if not isinstance(op, torch._ops.OpOverload):

@@ -11,15 +11,7 @@ from kit.laws import draw
 from kit.laws.checks import check, check_bar
 from kit.laws.scenarios import scenarios
 from kit.memory.ruler import bytes_of, human, measure
-from specs.checkpointed_model.steps import (
-    SHAPE,
-    WIDTH,
-    Step,
-    compared,
-    meaning,
-    never_wrong,
-    see,
-)
+from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, meaning, never_wrong, see
 
 
 def large(
@@ -66,10 +58,9 @@ def large(
         def forward():
             return [run(*pair) for pair in pairs]
 
-        changes = {"between": spoil, "late": late}
-        bound = {when: partial(f, model, *pairs[0]) for when, f in changes.items() if f}
         counted = [block.up for block in model.layers]
-        return Step(model, forward, counted, x if grad else [], **bound, **step)
+        changes = {"given": pairs[0], "between": spoil, "late": late}
+        return Step(model, forward, counted, x if grad else [], **changes, **step)
 
     return build
 
@@ -91,9 +82,8 @@ def replaced(model):
 def twin_of(model):
     """A copy with other weights."""
     twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(1.5)
+    for p in twin.parameters():
+        p.detach().mul_(1.5)
     return twin
 
 
@@ -162,16 +152,10 @@ def check_nothing_left(model, x, forward):
         found = measure(then, x.device, known=[model, x])
         loss = bytes_of(x.new_zeros(())) if when == "after" else 0
         more = max(found.timeline[-2] - found.baseline - loss, found.retained)
-        where = (
-            "in a cycle of references, as a function that calls itself makes one, or on the loss"
-        )
-        where = "kept in a list, on an object, or in a cycle" if found.retained > 0 else where
-        check(
-            more <= 0,
-            expected=f"0 bytes more than before, {when} a backward pass, and no garbage",
-            got=f"{more} bytes: {more / one_input(x):.1f} inputs",
-            cause=f"inputs, results, copies or the graph are {where}",
-        )
+        said = f"0 bytes more than before, {when} a backward pass, and no garbage"
+        cause = "something is kept in a list, on an object, or in a cycle of references"
+        got = f"{more} bytes: {more / one_input(x):.1f} inputs"
+        check(more <= 0, expected=said, got=got, cause=cause)
 
 
 def held(model, x, forward):
@@ -197,8 +181,7 @@ def of_model(reads, module, layers, size, device, case):
     if case.startswith("x without gradient"):
         x = x.detach()
     for name, p in model.to(device).named_parameters():
-        biases = case == "frozen biases" and name.endswith("bias")
-        p.requires_grad_(not biases and not (case == FROZEN and name.startswith("layers.0.")))
+        p.requires_grad_(not (case == FROZEN and name.startswith("layers.0.")))
     mask = draw.rand(*x.shape[:2], device=device) < 0.6 if case == "mask" else None
 
     def forward():
@@ -227,17 +210,6 @@ def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspe
     check_bar(title, reads(answer), limit, cause=cause, suspects=plain | (suspects or {}), **shown)
 
 
-def _when(layers, size, case, answer, device):
-    """Which of both passes takes more than it may, in words, by what is held between them."""
-    unit = "block" if size == 1 else "segment"
-    between, inputs = of_model(held, answer, layers, size, device, case), math.ceil(layers / size)
-    said = f"{human(between)} is held between the passes"
-    if between > (inputs + 1) * one_input(large_inputs(device)):
-        return f"{said}: the first run keeps more than the input of each {unit}"
-    several = "in the backward pass the insides of several blocks are there at once"
-    return f"{said}, no more than inputs: {several}"
-
-
 def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause=""):
     """The same for a LargeModel: `peak` reads so many inputs and an inside, `held` inputs alone."""
     __tracebackhide__ = True
@@ -252,6 +224,10 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
         suspects[unheeded] = lambda: read(answer, layers, 1)
     of = lambda module: read(module or answer, layers, size if module else 0)  # noqa: E731
     if reads is peak and of(answer) > limit:
-        suspects[_when(layers, size, case, answer, device)] = of(answer)
+        between = of_model(held, answer, layers, size, device, case)
+        first = between > (math.ceil(layers / size) + 1) * one_input(large_inputs(device))
+        several = "in the backward pass the insides of several blocks are there at once"
+        said = "the first run keeps more than its input" if first else several
+        suspects[f"{human(between)} is held between the passes: {said}"] = of(answer)
     given = (f"{title}, {case}", limit, formula, of, answer, reference)
     check_limit(*given, cause=cause, suspects=suspects)

@@ -1,6 +1,6 @@
 """One training step and everything that can be seen of it, with checkpoints and without."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,7 @@ from kit.private_torch import tree_flatten
 WIDTH = 16  # of all models
 SHAPE = (3, 5, WIDTH)  # of inputs, unless bytes are measured
 HALVES = (torch.bfloat16, torch.float16)
-WAYS, ARGUMENTS = "precisions and modes of all runs", "arguments that reached the block"
-STREAM = (
-    "the stream is not put back to where it was just before the second run; or only where that run"
-    " ends without an exception"
-)
+ARGUMENTS = "arguments that reached the block"
 
 
 @dataclass
@@ -30,35 +26,14 @@ class Step:
 
     model: nn.Module  # whose gradients, buffers and modes are looked at
     forward: Callable[[], Any]  # gives tensors, also in containers
-    counted: Iterable[nn.Module] = ()  # whose runs are counted: of a block a child
+    counted: Sequence[nn.Module] = ()  # whose runs are counted: of a block a child
     leaves: Sequence[Tensor] = ()  # tensors besides the parameters that get gradients
     generators: Sequence[Generator] = ()
     outer: Callable[[], Any] = nullcontext  # what the forward pass is inside of
-    between: Callable[[], Any] = lambda: None  # happens after the forward pass
-    late: Callable[[], Any] | None = None  # between two backward passes; without it there is one
+    given: Sequence[Any] = ()  # what was handed in
+    between: Callable[..., Any] | None = None  # changes model or given after the forward pass
+    late: Callable[..., Any] | None = None  # between two backward passes; without it there is one
     backward: Callable[..., Any] = lambda loss, leaves: loss.backward()
-
-
-class Runs:
-    """Counts the runs of modules, and notes in which precision and mode they were."""
-
-    def __init__(self, modules):
-        self.counts, self.ways = [], set()
-        for number, module in enumerate(modules):
-            self.counts.append(0)
-            module.register_forward_pre_hook(lambda *given, n=number: self._note(n, *given))
-
-    def _note(self, number, module, args):
-        self.counts[number] += 1
-        device = args[0].device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "none"
-        mode = "training mode" if module.training else "eval mode"
-        self.ways.add((f"autocast {dtype}", mode))
-
-    def take(self):
-        """The counts since the last time."""
-        counts, self.counts = self.counts, [0] * len(self.counts)
-        return counts
 
 
 def see(step, device, any_error=False):
@@ -67,7 +42,10 @@ def see(step, device, any_error=False):
     streams = [torch.default_generator, *step.generators]
     if device.type == "cuda":
         streams.append(torch.cuda.default_generators[device.index or torch.cuda.current_device()])
-    runs, before = Runs(step.counted), observed(step.model)
+    ran = []
+    for module in step.counted:
+        module.register_forward_pre_hook(lambda module, args: ran.append(module))
+    before = observed(step.model)
     with step.outer():
         output = step.forward()
     parts, structure = tree_flatten(output)
@@ -75,7 +53,7 @@ def see(step, device, any_error=False):
     heard = {name for module in step.model.modules() for name in getattr(module, "heard", ())}
     seen = {
         ARGUMENTS: sorted(heard),
-        "runs in the forward pass": runs.take(),
+        "runs in the forward pass": [*map(ran.count, step.counted)],
         "output": [t.detach().clone() for t in tensors],
         "other results": [part for part in parts if not isinstance(part, Tensor)],
         "structure of the output": str(structure),
@@ -83,13 +61,14 @@ def see(step, device, any_error=False):
         **_buffers(step.model, "after the forward pass"),
         "numbers drawn after the forward pass": [_next(stream) for stream in streams],
     }
-    step.between()
+    ran.clear()
+    if step.between:
+        step.between(step.model, *step.given)
     own = dict(step.model.named_buffers())
     seen["backward pass"] = _outcome(step, tensors, any_error)
     others = [name for name, b in step.model.named_buffers() if b is not own.get(name)]
     seen["buffers that the backward pass replaced"] = others
-    seen["runs in the backward pass"] = runs.take()
-    seen[WAYS] = sorted(runs.ways)
+    seen["runs in the backward pass"] = [*map(ran.count, step.counted)]
     leaves = {f"input {number}": leaf for number, leaf in enumerate(step.leaves)}
     for name, p in [*step.model.named_parameters(), *leaves.items()]:
         seen[f"gradient of {name}"] = None if p.grad is None else p.grad.clone()
@@ -109,7 +88,7 @@ def _outcome(step, tensors, any_error):
         loss = torch.stack(losses).sum()
         if step.late:
             loss.backward(retain_graph=True)
-            step.late()
+            step.late(step.model, *step.given)
         step.backward(loss, [*step.model.parameters(), *step.leaves])
     except SpecFailure:
         raise
@@ -146,8 +125,7 @@ def nearly(mine, true):
 def compared(mine, true, runs, near=False):
     """What is seen of a step, and what should be, by what is seen of one without checkpoints.
 
-    `runs` is how often a block should run for each run without; None where that is not looked at.
-    `near`: gradients may be rounded in another way, as sums in another order are.
+    runs: how often a block should run for each run without; None where that is not looked at
     """
     mine = nearly(mine, true) if near else mine
     again = [n * ((runs or 1) - 1) for n in true["runs in the forward pass"]]
@@ -177,10 +155,6 @@ def autocast(dtype):
     return lambda: torch.autocast(torch.get_default_device().type, dtype)
 
 
-def _ways(seen):
-    return ", ".join(" in ".join(way) for way in seen[WAYS])
-
-
 def meaning(got, want):
     """What the first thing that differs can only mean, whatever a spec is about; or None."""
     if lost := [name for name in want.get(ARGUMENTS, ()) if name not in got[ARGUMENTS]]:
@@ -189,9 +163,7 @@ def meaning(got, want):
     if name == "output" and [t.shape for t in got[name]] == [t.shape for t in want[name]]:
         return "the first run already draws or computes otherwise than a plain call"
     if name.startswith("numbers drawn after the backward pass"):
-        return STREAM
-    if name in ("backward pass", WAYS) and (others := {*got[WAYS]} - {*want[WAYS]}):
-        return f"a block has run with {' in '.join(min(others))}; right: {_ways(want)}"
+        return "the stream is not put back to where it was just before the second run"
     if name.startswith("buffers that the backward pass replaced"):
         return "after the second run other tensors are there than before: copies, or what had gone"
     if name.startswith("runs in the backward pass"):

@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kit.laws.checks import check_equal, check_raises
+from kit.laws.scenarios import once, scenarios
 from kit.laws.toys import mlp
 from specs.checkpointed_model.blocks import (
-    NORMS,
     Counting,
     Nest,
     Noisy,
@@ -19,13 +18,11 @@ from specs.checkpointed_model.blocks import (
     call,
     chain,
     counting,
-    frozen,
-    guarded,
     mixers,
     noisy,
+    nothing,
     plain,
     recomputed,
-    replace_buffers,
     two_noisy,
 )
 from specs.checkpointed_model.large import (
@@ -35,10 +32,38 @@ from specs.checkpointed_model.large import (
     large_inputs,
     one_input,
 )
-from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, draw_on
+from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, draw_on, never_wrong, see
 
 FLOAT, COMPLEX, INT = torch.float32, torch.complex64, torch.int64
 STATES = {"generators": noisy, "buffers": counting}
+
+
+def frozen():
+    """A norm in eval mode, with running statistics that are not the initial ones."""
+    norm = nn.BatchNorm1d(WIDTH)
+    norm.running_mean.fill_(0.5)
+    return norm.eval()
+
+
+# Each with the number of dimensions of its input
+NORMS = {
+    "BatchNorm1d": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=0.3)),
+    "BatchNorm3d": (5, lambda: nn.BatchNorm3d(WIDTH)),
+    "SyncBatchNorm": (3, lambda: nn.SyncBatchNorm(WIDTH)),
+    "InstanceNorm1d": (3, lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True)),
+    "a cumulative average": (3, lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
+    "in eval mode": (3, frozen),
+}
+
+
+@scenarios("the step")
+def guarded(answer, device, name, spoiled, true):
+    """A step in which something is changed: an error, or the gradients of one where nothing is."""
+    mine = see(spoiled(answer.recompute, nothing, device), device, any_error=True)
+    true = once(name, lambda: see(true(plain, nothing, device), device))
+    got, want = never_wrong(mine, lambda: true)
+    drawn = "numbers drawn after the backward pass"  # after an error too
+    return {"backward": got, drawn: mine[drawn]}, {"backward": want, drawn: true[drawn]}
 
 
 class TestPart2Recompute:
@@ -49,14 +74,14 @@ class TestPart2Recompute:
         yield "a number and a word by position", chain(mixers, FLOAT, 3, "word")
         yield "keyword arguments", chain(mixers, FLOAT, name="early", flag=True)
         yield "integers and complex numbers", chain(mixers, INT, COMPLEX)
-        yield "a namedtuple", chain(two_noisy, call=_of_a_pair)
+        pair = lambda run, block, x: run(lambda p: block(p.first * p.second), Pair(x, 0.5))  # noqa: E731
+        yield "a namedtuple", chain(two_noisy, call=pair)
         yield "x without gradient", chain(two_noisy, grad=False)
         yield "a module in eval mode", chain(lambda: [Noisy().eval()])
         through = lambda run, block, x: run(lambda x: (x + block(x), x, x[1:]), x, state=[block])  # noqa: E731
         yield "x and a part of it come back", chain(two_noisy, call=through)
         last = lambda run, block, x: run(lambda x: (block(x), x.argmax()), x)  # noqa: E731
         yield "no state, and a result without gradient", chain(two_noisy, call=last)
-        yield "one tensor as query and key, and its data", chain(two_noisy, call=_of_itself)
 
     @pytest.mark.works("recompute", "streams")
     @recomputed("the second run draws on where the first one ended, or moves a stream for good")
@@ -65,10 +90,7 @@ class TestPart2Recompute:
         yield "torch's own stream", chain(two_noisy)
         yield "two generators, and torch's own", chain(noisy)
         yield "generators, and x without gradient", chain(noisy, grad=False)
-        yield "two blocks with one generator", chain(_one_generator)
-        yield "three calls inside of one", chain(lambda: [Noisy(7)], call=_three_inside), None
-        in_eval = lambda: [Noisy(7).eval()]  # noqa: E731
-        yield "dropout after a block in eval mode", chain(in_eval, call=_dropped)
+        yield "two calls that use one generator", chain(noisy, passes=2)
 
     @pytest.mark.works("recompute", "buffers")
     @recomputed("the second run finds what is there by then, or changes it again")
@@ -76,16 +98,18 @@ class TestPart2Recompute:
         """What depends on a counter or a running mean depends on when it runs."""
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
-        yield "replaced before the backward pass", chain(counting, spoil=replace_buffers)
+        yield "replaced before the backward pass", chain(counting, spoil=_others)
         norm = lambda: [Normed(frozen())]  # noqa: E731
-        yield "of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=replace_buffers)
-        read = {"prepared": _shifted, "call": _reads}
+        yield "of a norm in eval mode", chain(norm, shape=(4, WIDTH, 3), spoil=_others)
+        shift = lambda model: model.order[0].register_buffer("shift", torch.zeros(WIDTH))  # noqa: E731
+        read = lambda run, block, x: run(lambda x: block(x + block.shift), x, state=[block])  # noqa: E731
         later = lambda model, *_: model.order[0].shift.add_(1)  # noqa: E731
-        yield "only read, and written to later", chain(lambda: [Noisy()], **read, spoil=later)
+        only = chain(lambda: [Noisy()], prepared=shift, call=read, spoil=later)
+        yield "only read, and written to later", only
         yield "a counter and a mean, in eval mode", chain(lambda: [Counting().eval()])
         both = lambda: [Nest(Noisy(7), Counting())]  # noqa: E731
-        once = lambda run, block, x: run(block, x, state=iter([block, block.inner[0].first]))  # noqa: E731
-        yield "state that can be read once", chain(both, call=once)
+        iterator = lambda run, block, x: run(block, x, state=iter([block, block.inner[0].first]))  # noqa: E731
+        yield "state that can be read once", chain(both, call=iterator)
         every = lambda run, block, x: run(block, x, state=[*block.modules(), block])  # noqa: E731
         yield "modules named twice", chain(lambda: [Nest(Counting())], call=every, passes=2)
 
@@ -214,43 +238,6 @@ class TestPart2Recompute:
         check_equal(ran, [], "runs of the function", cause="state is checked too late")
 
 
-def _shifted(model):
-    model.order[0].register_buffer("shift", torch.zeros(WIDTH))
-
-
-def _reads(run, block, x):
-    return run(lambda x: block(x + block.shift), x, state=[block])
-
-
-def _of_a_pair(run, block, x):
-    return run(lambda pair: block(pair.first * pair.second), Pair(x, 0.5), state=[block])
-
-
-def _of_itself(run, block, x):
-    """As nn.MultiheadAttention does, it asks whether they are one; and one more has no graph."""
-    both = lambda query, key, data: block((query if query is key else -key) * data)  # noqa: E731
-    return run(both, x, x, x.detach(), state=[block])
-
-
-def _three_inside(run, block, x):
-    def three(x):
-        for _ in range(3):
-            x = run(block, x, state=block.generators)
-        return x
-
-    return run(three, x, state=block.generators)
-
-
-def _dropped(run, block, x):
-    return run(lambda x: F.dropout(block(x), 0.25), x, state=[block, *block.generators])
-
-
-def _one_generator():
-    blocks = [Noisy(7), Noisy()]
-    blocks[1].first = blocks[0].first
-    return blocks
-
-
 def _failing(error, run, block, x):
     """The second run fails, the third does not."""
     ends = iter([None, error])
@@ -273,6 +260,8 @@ def _tried_again(loss, leaves):
 
 
 def _others(model, *_):
-    """Other numbers are drawn, and buffers are replaced."""
-    replace_buffers(model)
+    """Other numbers are drawn, and buffers are replaced, as by a step on other data."""
     draw_on(model)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer + 1)

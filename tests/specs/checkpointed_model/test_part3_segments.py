@@ -20,18 +20,16 @@ from specs.checkpointed_model.large import (
 )
 from specs.checkpointed_model.steps import WIDTH, see
 
-ODD = "x without gradient"
-
 
 def cost(layers, size):
     """Inputs that are held: one a segment, and those of one segment's blocks."""
     return math.ceil(layers / size) + size
 
 
-rule = lambda answer: root_followed(answer.best_segment_size)  # noqa: E731
-
-
-@scenarios("ceil(num_layers / s) + s at its best", rule=rule)
+@scenarios(
+    "ceil(num_layers / s) + s at its best",
+    rule=lambda answer: root_followed(answer.best_segment_size),
+)
 def inputs(answer, device, name, layers):
     best = min(cost(layers, s) for s in range(1, layers + 1))
     size = answer.best_segment_size(layers)
@@ -63,10 +61,7 @@ class TestPart3Segments:
             yield f"{layers} blocks by {size}", layers, size
 
     @pytest.mark.exact("LargeModel", "same bits")
-    @as_without(
-        "a segment is left out, or runs with other numbers, or another mask; or self.training, or"
-        " use_checkpoint, is not asked before segments are made"
-    )
+    @as_without("a segment is left out, or runs with other numbers, another mask, or in eval mode")
     def test_segments_change_no_bit(self):
         yield "4 blocks by 4", large(4, size=4), None
         yield "7 blocks by 3, a mask", large(7, size=3, masks=1), None
@@ -79,7 +74,7 @@ class TestPart3Segments:
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize(
         ("layers", "size", "case"),
-        [(12, 4, ODD), (13, 7, "plain"), (16, 4, "mask")],
+        [(12, 4, "x without gradient"), (13, 7, "plain"), (16, 4, "mask")],
     )
     def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size, case):
         """13 by 7 leaves a last segment of 6 blocks, which counts as one. 16 blocks take only
@@ -89,7 +84,7 @@ class TestPart3Segments:
         check_model(peak, layers, size, case, *given)
 
     @pytest.mark.saves("LargeModel", "segments")
-    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", ODD, LATER])
+    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient", LATER])
     def test_holds_one_input_a_segment_between_the_passes(self, answer, reference, device, case):
         """Two segments of 4: x is the baseline's, so one input and the output. The bar adds 1.
 
