@@ -222,7 +222,8 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
     if size > 1:
         title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
         suspects[unheeded] = lambda: read(answer, layers, 1)
-    of = lambda module: read(module or answer, layers, size if module else 0)  # noqa: E731
+    plainly = "plain" if case == LATER else case
+    of = lambda m: read(m, layers, size) if m else read(answer, layers, 0, case=plainly)  # noqa: E731
     if reads is peak and of(answer) > limit:
         between = of_model(held, answer, layers, size, device, case)
         first = between > (math.ceil(layers / size) + 1) * one_input(large_inputs(device))

@@ -63,22 +63,22 @@ class TestPart3Segments:
     @pytest.mark.exact("LargeModel", "same bits")
     @as_without("a segment is left out, or runs with other numbers, another mask, or in eval mode")
     def test_segments_change_no_bit(self):
-        yield "4 blocks by 4", large(4, size=4), None
+        yield "3 blocks by 3", large(size=3), None
         yield "7 blocks by 3, a mask", large(7, size=3, masks=1), None
         other = large(size=2, dropout=0.0, before=replaced)
         yield "a layer replaced by one with dropout", other, None
-        yield "eval", large(5, size=3, train=False), 1
-        yield "switched off", large(5, size=3, use=False), 1
-        yield "no_grad", large(5, size=3, outer=torch.no_grad), 1
+        yield "eval", large(size=2, train=False), 1
+        yield "switched off", large(size=2, use=False), 1
+        yield "no_grad", large(size=2, outer=torch.no_grad), 1
 
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize(
         ("layers", "size", "case"),
-        [(12, 4, "x without gradient"), (13, 7, "plain"), (16, 4, "mask")],
+        [(12, 4, "x without gradient"), (13, 7, "plain"), (9, 3, "mask")],
     )
     def test_peaks_at_segments_and_one_segment(self, answer, reference, device, layers, size, case):
-        """13 by 7 leaves a last segment of 6 blocks, which counts as one. 16 blocks take only
-        2 * sqrt(16) + 1 inputs and an inside."""
+        """13 by 7 leaves a last segment of 6 blocks, which counts as one. 9 blocks take only
+        2 * sqrt(9) + 1 inputs and an inside."""
         inputs = f"{math.ceil(layers / size)} segments + {size} + 1"
         given = (cost(layers, size) + 1, inputs, answer, reference, device)
         check_model(peak, layers, size, case, *given)
