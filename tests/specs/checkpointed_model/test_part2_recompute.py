@@ -81,8 +81,8 @@ class TestPart2Recompute:
         yield "a module in eval mode", chain(lambda: [Noisy().eval()])
         through = lambda run, block, x: run(lambda x: (x + block(x), x, x[1:]), x, state=[block])  # noqa: E731
         yield "x and a part of it come back", chain(two_noisy, call=through)
-        last = lambda run, block, x: run(lambda x: (block(x), x.argmax()), x)  # noqa: E731
-        yield "no state, and a result without gradient", chain(two_noisy, call=last)
+        bare = lambda run, block, x: run(lambda: (block(x), x.argmax()))  # noqa: E731
+        yield "no arguments, no state, and a result without gradient", chain(two_noisy, call=bare)
 
     @pytest.mark.works("recompute", "streams")
     @recomputed("the second run draws on where the first one ended, or moves a stream for good")
