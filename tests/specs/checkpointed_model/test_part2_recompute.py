@@ -74,9 +74,9 @@ class TestPart2Recompute:
         yield "a number and a word by position", chain(mixers, FLOAT, 3, "word")
         yield "keyword arguments", chain(mixers, FLOAT, name="early", flag=True)
         yield "integers and complex numbers", chain(mixers, INT, COMPLEX)
-        alike = lambda a, b: a if a is b else -b  # as nn.MultiheadAttention asks  # noqa: E731
-        pair = lambda run, block, x: run(lambda p: block(alike(p.first, p.second)), Pair(x, x))  # noqa: E731
-        yield "a namedtuple with one tensor twice", chain(two_noisy, call=pair)
+        alike = lambda p, data: (p.first if p.first is p.second else -p.second) * data  # noqa: E731
+        pair = lambda run, block, x: run(lambda *p: block(alike(*p)), Pair(x, x), x.detach())  # noqa: E731
+        yield "a namedtuple with one tensor twice, and its data", chain(two_noisy, call=pair)
         yield "x without gradient", chain(two_noisy, grad=False)
         yield "a module in eval mode", chain(lambda: [Noisy().eval()])
         through = lambda run, block, x: run(lambda x: (x + block(x), x, x[1:]), x, state=[block])  # noqa: E731
