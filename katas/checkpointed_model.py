@@ -99,7 +99,7 @@ class LargeModel(nn.Module):
         """From (batch, length, hidden_dim) to the same.
 
         Raises:
-            mask is not of shape (batch, length).
+            x of another shape, or mask not (batch, length).
         """
         raise NotImplementedError
 
@@ -156,8 +156,8 @@ def best_segment_size(num_layers: int) -> int:
 
         least  ceil(num_layers / s) + s is least; of several any will do
 
-    Args:
-        num_layers: at least 1.
+    Raises:
+        num_layers below 1.
     """
     raise NotImplementedError
 
@@ -205,4 +205,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub c5bcf2c0a68a
+# untouched stub 1ddc763c79f2

@@ -109,6 +109,7 @@ class LargeModel(nn.Module):
         self.layers = nn.ModuleList(
             MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
         )
+        self.hidden_dim = hidden_dim
         self.use_checkpoint = use_checkpoint
         self.segment_size = segment_size
 
@@ -116,8 +117,10 @@ class LargeModel(nn.Module):
         """From (batch, length, hidden_dim) to the same.
 
         Raises:
-            mask is not of shape (batch, length).
+            x of another shape, or mask not (batch, length).
         """
+        if x.dim() != 3 or x.shape[-1] != self.hidden_dim:
+            raise ValueError(f"x of shape (batch, length, {self.hidden_dim}), not {tuple(x.shape)}")
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"mask of shape {tuple(x.shape[:2])}, not {tuple(mask.shape)}")
         blocks = list(self.layers)
@@ -300,9 +303,11 @@ def best_segment_size(num_layers: int) -> int:
 
         least  ceil(num_layers / s) + s is least; of several any will do
 
-    Args:
-        num_layers: at least 1.
+    Raises:
+        num_layers below 1.
     """
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, not {num_layers}")
     return min(range(1, num_layers + 1), key=lambda size: -(-num_layers // size) + size)
 
 

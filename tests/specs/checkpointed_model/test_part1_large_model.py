@@ -225,8 +225,11 @@ class TestPart1LargeModel:
                 check_raises(call, ValueError, mentions=[value], when=when)
 
     @pytest.mark.survives("LargeModel.forward", "Raises")
-    def test_refuses_masks_of_another_shape(self, answer, device):
+    def test_refuses_wrong_shapes(self, answer, device):
         model, x = answer.LargeModel(3, WIDTH).to(device), torch.ones(SHAPE).to(device)
+        for shape in ((3, 5, 23), (3, 5, 9), (5, WIDTH), (2, 3, 5, WIDTH)):
+            call, when = partial(model, x.new_ones(shape)), f"for x of shape {shape}"
+            check_raises(call, ValueError, mentions=[str(shape)[1:-1]], when=when)
         for shape in ((5, 3), (5,), (3, 5, 1), (1, 5), (3, 1)):
             call = partial(model, x, mask=x.new_ones(shape) > 0)
             when, shown = f"for x of shape {SHAPE} and a mask of shape {shape}", str(shape)[1:-1]

@@ -1,10 +1,12 @@
 """Segments: the best size, how often blocks run, and the square-root law in bytes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from kit.laws.checks import check_raises
 from kit.laws.rules import root_followed
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
@@ -98,3 +100,9 @@ class TestPart3Segments:
         if case == "plain":
             x, model = large_inputs(device), answer.LargeModel(5, WIDTH, segment_size=2).to(device)
             check_nothing_left(model, x, lambda: model(x))
+
+    @pytest.mark.survives("best_segment_size", "Raises")
+    @pytest.mark.parametrize("layers", [0, -4])
+    def test_refuses_a_model_without_layers(self, answer, layers):
+        call = partial(answer.best_segment_size, layers)
+        check_raises(call, ValueError, mentions=[layers], when=f"for num_layers={layers}")
