@@ -27,6 +27,7 @@ from specs.fsdp_wrap.simulated import (
 
 RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
 ROWS = "1 / N of the rows of each parameter, rounded up"
+UNSHARDED = "some parameters are not sharded: those of the root, or frozen ones"
 
 
 class TestPart1Wrap:
@@ -106,20 +107,25 @@ class TestPart1Wrap:
     @bar(
         "weights, gradients and Adam's state of a rank",
         f"4 x ({ROWS}) + scalars",
-        "some parameters are not sharded: those of the root, or frozen ones",
+        UNSHARDED,
     )
     def test_a_rank_holds_its_part_of_weights_gradients_and_state(self, device, ranks, rank):
         """4 ceil(rows / N) columns bytes of each parameter for weights, as much for gradients, and
         twice as much for Adam's averages, which has a scalar of each besides; one for a buffer.
         """
         plain = [*wide()[0].parameters()]
-        parts, whole = (4 * shard_bytes(plain, n) + 512 * (len(plain) + 1) for n in (ranks, 1))
+        part, whole = (shard_bytes(plain, n) for n in (ranks, 1))
+        scalars = 512 * len(plain)
+        most = {"shards": part + 512, "gradients": part, "optimizer state": 2 * part + scalars}
 
         def held(module):
             after = books(module, device, ranks, rank, script=ADAM).memory.after
-            return sum(after[kind] for kind in ("shards", "gradients", "optimizer state"))
+            for kind, limit in most.items():
+                what = f"{kind} on rank {rank} of {ranks} of at most {limit} bytes"
+                check(after[kind] <= limit, expected=what, got=after[kind], cause=UNSHARDED)
+            return sum(after[kind] for kind in most)
 
-        return held, parts, whole
+        return held, sum(most.values()), 4 * whole + 512 + scalars
 
     @pytest.mark.saves("wrap", "state")
     @bar(
