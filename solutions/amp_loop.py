@@ -187,8 +187,8 @@ def _check_batch(batch: Batch) -> None:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f"batch must be a pair of tensors, not {type(batch).__name__}")
     shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part) for part in batch]
-    if not all(isinstance(part, Tensor) and part.dim() for part in batch):
-        raise ValueError(f"batch must be two tensors with rows, not {shapes}")
+    if not all(isinstance(part, Tensor) for part in batch):
+        raise ValueError(f"batch must be two tensors, not {shapes}")
     if len(batch[0]) != len(batch[1]) or len(batch[0]) == 0:
         raise ValueError(f"as many inputs as targets, and at least one: {shapes}")
 

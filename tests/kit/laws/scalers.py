@@ -52,7 +52,6 @@ def _shared(w: World) -> Any:
 SCALERS: dict[str, Twist] = {
     "not torch's": _scaler(lambda w: OnlyItsProtocol(w.grad_scaler)),
     "with a scale that stays": _scaler(lambda w: Static(w.device.type, **(w.scaler or {}))),
-    "switched off": _scaler(lambda w: GradScaler(w.device.type, enabled=False)),
     "shared with a model that overflows": _scaler(_shared),
     # It is called after an overflow too, and skips by itself.
     "of a fused optimizer": put(sgd={"lr": 0.02, "momentum": 0.9, "fused": True}),

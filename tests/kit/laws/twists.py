@@ -125,22 +125,6 @@ def backbone(w: World) -> None:
     w.foreign = (*w.foreign, next(iter(dict(w.model.named_parameters()))))
 
 
-def joins(w: World) -> None:
-    """The last layer joins the optimizer after its first step, as in gradual unfreezing."""
-    late = [*dict(w.model.named_parameters())][-2:]
-    w.foreign, w.tags = (*w.foreign, *late), {*w.tags, "foreign"}
-
-    def join(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if w.foreign:
-            optimizer.add_param_group({"params": [w.leaves[name] for name in w.foreign]})
-            w.foreign = ()
-
-    def watch(w: World) -> None:
-        w.optimizer.register_step_post_hook(join)
-
-    w.after.append(watch)
-
-
 def stale(w: World) -> None:
     """Gradients from before."""
     for p in [*w.model.parameters(), *w.extra.values()]:
@@ -192,11 +176,6 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-def in_tuples_with_names(w: World) -> None:
-    """The batch is a named tuple."""
-    w.after.append(lambda w: vars(w).update(batch=Pair(*w.batches[0])))
-
-
 def overwritten_loss(w: World) -> None:
     """After the call other numbers are written where the losses were, as a CUDA graph does."""
     inner, after = w.loss, ExitStack()
@@ -208,12 +187,6 @@ def overwritten_loss(w: World) -> None:
 
     w.loss = loss
     w.inside.append(lambda: after)
-
-
-def loss_among_others(w: World) -> None:
-    """The loss is the first of 1,000 numbers, as with auxiliary losses or a reduction by hand."""
-    inner = w.loss
-    w.loss = lambda *args: torch.nn.functional.pad(inner(*args).view(1), (0, 999))[0]
 
 
 def scaled(**options: float) -> Twist:
@@ -314,7 +287,6 @@ def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
         ("one tensor of two rows", ones(2, 7)),
         ("lists of numbers", ([1.0, 2.0], [1.0, 2.0])),
         ("tuples of numbers", ((1.0, 2.0), (1.0, 2.0))),
-        ("tensors without dimensions", (ones(()), ones(()))),
         ("a tensor and None", (ones(2, 7), None)),
         ("a dict", {"x": ones(2, 7), "y": ones(2, 5)}),
     ):
