@@ -156,7 +156,7 @@ def train_epoch(
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. The peak of a window is that of `accumulate`, plus its data.
+        6. The peak of a window is that of `accumulate`, plus the data of two windows.
     """
     raise NotImplementedError
 
@@ -224,4 +224,4 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     raise NotImplementedError
 
 
-# untouched stub e8b44eab4df9
+# untouched stub bef9e0d10606

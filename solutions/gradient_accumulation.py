@@ -223,7 +223,7 @@ def train_epoch(
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
            stay. The scaler knows: neither norm nor loss nor weights tell.
-        6. The peak of a window is that of `accumulate`, plus its data.
+        6. The peak of a window is that of `accumulate`, plus the data of two windows.
     """
     _check_epoch(window, dtype, scaler, max_norm)
     iterator, results = iter(micro_batches), list[WindowResult]()

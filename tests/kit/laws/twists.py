@@ -125,6 +125,22 @@ def backbone(w: World) -> None:
     w.foreign = (*w.foreign, next(iter(dict(w.model.named_parameters()))))
 
 
+def joins(w: World) -> None:
+    """The last layer joins the optimizer after its first step, as in gradual unfreezing."""
+    late = [*dict(w.model.named_parameters())][-2:]
+    w.foreign, w.tags = (*w.foreign, *late), {*w.tags, "foreign"}
+
+    def join(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if w.foreign:
+            optimizer.add_param_group({"params": [w.leaves[name] for name in w.foreign]})
+            w.foreign = ()
+
+    def watch(w: World) -> None:
+        w.optimizer.register_step_post_hook(join)
+
+    w.after.append(watch)
+
+
 def stale(w: World) -> None:
     """Gradients from before."""
     for p in [*w.model.parameters(), *w.extra.values()]:

@@ -84,6 +84,8 @@ class TestPart1TrainStep:
     def test_the_norm_is_over_all_that_the_optimizer_holds(self):
         yield "a group for each parameter", put(groups=True), half
         yield "tied weights", twists.tied, half
+        twice = lambda w: w.tags.add("twice")  # noqa: E731
+        yield "a layer that joins after the first of two steps", twists.joins, twice, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision

@@ -34,7 +34,7 @@ class Side:
     """A scaler, the optimizers a and b that it is called with, and what scripts call."""
 
     def __init__(self, make, device, shapes=SHAPES, **options):
-        self.make, self.device, self.loaded = make, device, None
+        self.make, self.device, self.loaded, self.first = make, device, None, None
         self.start(make(**options))
         self.a, self.b = self.optimizer(shapes), self.optimizer()
 
@@ -79,6 +79,14 @@ class Side:
         new.load_state_dict(state)
         self.start(new)
         self.loaded = state
+
+    def back(self):
+        """Go back to the state that the first update has left, as after a divergence."""
+        self.scaler.load_state_dict(self.first)
+
+    def update(self):
+        self.scaler.update()
+        self.first = self.first or self.state_dict()
 
     def seen(self):
         params = [*held(self.a), *held(self.b)]
@@ -159,6 +167,8 @@ class TestPart2LossScaler:
         for loads in ("reload()", "reload('torch')", "reload('torch'); reload()"):
             yield loads, f"{before}; {loads}; {after}", options
         yield "the defaults", "update()", {}
+        again = "scaled('float32'); back(); scaled('float32')"
+        yield "back to an earlier state", f"{before}; {again}; {after}", options
 
     @pytest.mark.saves("LossScaler", 4)
     @bar(

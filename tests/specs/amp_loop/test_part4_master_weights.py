@@ -108,7 +108,7 @@ class TestPart4MasterWeights:
         """Momentum and moments must not move it, after an overflow or a reload either."""
         for bad, call, missing in product((None, inf), ("", "reload(); "), (0, 1)):
             again = f"{call}backward(-0.5, missing={missing}); step()"
-            script = f"backward(); step(); backward(1, {bad}); step(); {again}"
+            script = f"backward(missing={1 - missing}); step(); backward(1, {bad}); step(); {again}"
             name = f"{'an overflow' if bad else 'a step'}{call and ', a reload'}"
             yield f"{name}, then none for parameter {missing}", script, (SGD, ADAM)[missing]
 

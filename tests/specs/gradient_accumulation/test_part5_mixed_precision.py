@@ -135,8 +135,8 @@ class TestPart5MixedPrecision:
     @pytest.mark.survives("scaled_lr", "Raises")
     @refuses("no check refuses this input, or the message does not say which value was wrong")
     def test_scaled_lr_refuses_what_has_no_meaning(self):
-        for rule in ("cubic", "Linear"):
-            yield f"rule {rule!r}", rule, 0.1, 4, 8, rule
+        for rule, size in ("cubic", 8), ("Linear", 4):
+            yield f"rule {rule!r}, from 4 to {size}", rule, 0.1, 4, size, rule
         for rule in ("linear", "sqrt"):
             for lr in (0.0, -1e-5, math.nan):
                 yield f"lr {lr}, {rule}", lr, lr, 4, 8, rule

@@ -81,6 +81,8 @@ class TestPart1StateBytes:
         both = [*model.parameters(), *trained(4, 2).parameters()]  # a loss has parameters too
         (momentum := SGD(both, 0.1, momentum=0.9)).step()
         yield "momentum of two models", (280, 280, 0, 280 + 40), model, momentum
+        momentum.param_groups[0]["params"].pop()
+        yield "one parameter has left the groups", (280, 280, 0, 280 + 40), model, momentum
 
     @pytest.mark.exact("state_bytes", "parameters")
     @counts("parameters are left out, or those of an earlier call are counted")

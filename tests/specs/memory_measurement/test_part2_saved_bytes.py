@@ -178,14 +178,21 @@ class TestPart2SavedBytes:
         return partial(saved, remat), 5 * x.nbytes, saved(blocks, reference)
 
     @pytest.mark.survives("saved_bytes", 1)
-    @counts("ask what a graph still holds at the end, not what was saved")
+    @counts("ask what a graph still holds at the end, and how large it is then, not what was saved")
     def test_does_not_count_a_graph_that_is_gone(self):
+        def emptied(saved):
+            """A copy of what was saved, which is given back by hand, as FSDP does."""
+            copy = saved.clone()
+            saved.untyped_storage().resize_(0)
+            return copy
+
         x = leaf(64)
         yield "a metric", 4 * 64, lambda: (x.exp().sum().item(), x.tanh())[1]
         yield "one of three, before the last begins", 4 * 64 + 4 * 64, lambda: one_is_dropped(x)
         yield "its tensor lives on", 4 * 64, lambda: (x.square().sum().item(), x.tanh())[1]
         around = lambda: (x.cos().sum().item(), x.sin(), x.cos().sum().item())[1]  # noqa: E731
         yield "metrics before and after, of what is saved", 4 * 64, around
+        yield "a storage that was emptied", 4 * 64, lambda: emptied(x.sigmoid()).tanh()
 
     @pytest.mark.survives("saved_bytes", 2)
     @counts("what was there before is left out")

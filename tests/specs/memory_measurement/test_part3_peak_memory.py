@@ -273,6 +273,9 @@ class TestPart3PeakMemory:
     def test_sees_a_storage_emptied(self):
         x, y, new = floats(8), floats(6), []
         yield "a parameter freed", (8, 0, -8), lambda: x.untyped_storage().resize_(0), [x]
+        after = lambda: (y.untyped_storage().resize_(0), floats(4))[0]  # noqa: E731
+        yield "another one freed, and then 4 KiB come and go", (6, 0, -6), after, [y]
+        y = floats(6)
 
         def step():
             new.append(torch.empty(0))
