@@ -81,7 +81,8 @@ class LargeModel(nn.Module):
         5. An input, mask or parameter changed in place before the backward pass: an error or right
            gradients.
         6. A deep copy is a model of its own, also after a training step.
-        7. use_checkpoint and segment_size may be set later, as attributes.
+        7. use_checkpoint and segment_size may be set later, as attributes. Nobody changes them or
+           modes between the passes.
     """
 
     def __init__(
@@ -205,4 +206,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub 1ddc763c79f2
+# untouched stub 19c39841a911

@@ -103,9 +103,9 @@ def train_step(
     """One optimizer step on the mean loss over the samples of all ranks' micro-batches.
 
         loss       every sample counts once: ranks and micro-batches may have different numbers
-        gradients  of this step alone, clipped; they are still there afterwards
+        gradients  of this step alone, clipped; they stay afterwards
         grad_norm  2-norm over all shards of all ranks, before clipping
-        max_norm   scales gradients by max_norm / grad_norm, if grad_norm is above
+        max_norm   above it, scales gradients by max_norm / grad_norm, or torch's factor
         memory     a rank holds shards of gradients, and activations of one micro-batch at a time
 
         >>> result = train_step(model, [(x, y), (u, v)], mse, optimizer, max_norm=1.0)
@@ -134,4 +134,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub a0f898fa0a4d
+# untouched stub f0305b8bdff0

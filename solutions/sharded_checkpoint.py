@@ -74,8 +74,8 @@ def build(
            `init` knows a module by isinstance(), for fully_shard changes its type().
         2. A parameter of two modules in one unit stays tied; each of them sets it anew, and the
            last one counts.
-        3. Train mode and requires_grad stay as make_model has left them. A block inside another
-           stands in the model only once.
+        3. Train mode, requires_grad and the keys of state_dict() stay as make_model has left them.
+           A block inside another stands in the model only once.
     """
 
     def make() -> nn.Module:

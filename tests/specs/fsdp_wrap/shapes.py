@@ -97,10 +97,10 @@ class Weigh(nn.Module):
 
 
 class Placed(Block):
-    """A block that is told in a dict what to add to its input."""
+    """A block that is told in a dict what to add to its input, and ends in float32, as norms do."""
 
     def forward(self, x: Tensor, *, more: dict[str, Tensor]) -> Tensor:
-        return super().forward(x + more["places"])
+        return super().forward(x + more["places"]).float()
 
 
 class Tabled(nn.Module):

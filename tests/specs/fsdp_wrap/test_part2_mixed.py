@@ -82,6 +82,15 @@ class TestPart2Mixed:
             cause="parameters are gathered in float32",
         )
         check_bar(
+            "buffers to gather and to reduce in bfloat16",
+            yours["communication"],
+            1.25 * theirs["communication"],
+            plain=None,
+            reference=theirs["communication"],
+            formula="one block gathered ahead, and one reduced: 1.25 x the reference's",
+            cause="more than one block is gathered ahead, or being reduced",
+        )
+        check_bar(
             f"activations in bfloat16 of {SAMPLES} samples",
             yours["activations"],
             1.05 * activations_of_wide(SAMPLES, 2),
@@ -93,13 +102,13 @@ class TestPart2Mixed:
 
     @pytest.mark.survives("wrap", 5)
     def test_units_cast_what_they_get(self, answer, device, world):
-        """A block gets what a float32 buffer has been multiplied into, also in a dict; the model
-        gets tokens, and perhaps a mask in a dict. Checkpointed too.
+        """A block gets what a float32 buffer has been multiplied into, also in a dict, and ends in
+        float32; the model gets tokens, and perhaps a mask in a dict. Checkpointed too.
         """
         with simulated_world(8, device) as mesh:
             model, kinds = tabled()
             answer.wrap(model.to(device), mesh, kinds, adamw, dtype=BF16)
             tokens, mask = torch.tensor([[3, 7]]), torch.ones(WIDTH, dtype=torch.float64)
             model(tokens.to(device), more={"mask": mask.to(device)}).sum().backward()
-        cause = "inputs reach a unit as they come; or tokens are cast"
+        cause = "inputs reach a unit, or results leave a block, as they come; or tokens are cast"
         hold(answer, world, "bfloat16 inputs", cause=cause)

@@ -56,7 +56,11 @@ MODELS: dict[str, Any] = dict(zip(UNTIED, [Model, Tricky, Twice], strict=True), 
 
 
 def init(module: nn.Module) -> None:
-    """Random values for all that is the module's own: whoever is out of order gets other ones."""
+    """Random values for all that is the module's own: whoever is out of order gets other ones.
+
+    And a count on each module, which may have nothing of its own.
+    """
+    module.calls_of_init = getattr(module, "calls_of_init", 0) + 1  # type: ignore[assignment]
     for p in module.parameters(recurse=False):
         nn.init.normal_(p, mean=0.02, std=0.15)
     for buffer in module.buffers(recurse=False):
@@ -88,8 +92,12 @@ def alone(
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name, also the buffers that are not in the state dict."""
-    return {**weights(model), **full(dict(model.named_buffers()))}
+    """Weights and buffers by name, also those not in the state dict, and the calls of `init`."""
+    calls = {
+        f"calls of init on {name or 'the model'}": torch.tensor(getattr(module, "calls_of_init", 0))
+        for name, module in model.named_modules()
+    }
+    return {**weights(model), **full(dict(model.named_buffers())), **calls}
 
 
 def guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
@@ -125,7 +133,10 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _modes(model: nn.Module) -> dict[str, bool]:
-    modes = {f"mode of {name}": module.training for name, module in model.named_modules()}
+    modes = {
+        f"mode of {name or 'the model'}": module.training for name, module in model.named_modules()
+    }
+    modes |= {f"{name} is in the state dict": True for name in model.state_dict()}
     frozen = {f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()}
     return modes | frozen
 
@@ -137,7 +148,7 @@ def _held(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return sorted(names.get(p, "one that is not in the model") for p in held)
 
 
-UNITS, VALUES, TIES, MODES = "units", "values", "ties", "train mode and requires_grad"
+UNITS, VALUES, TIES, MODES = "units", "values", "ties", "what make_model has set"
 HELD, STREAM = "parameters of the optimizer", "the next random number"
 FACTS: dict[str, Callable[[Any, Any], Any]] = {
     UNITS: lambda model, optimizer: [
@@ -154,7 +165,8 @@ CAUSES = {
     VALUES: "init runs in another order, twice, on what lacks something, or on shards; or what it "
     "draws from has been seeded anew, or has another dtype",
     TIES: "to_empty(), or a new parameter, has cut the tie",
-    MODES: "build has called train() or eval(), or has made parameters that require gradients",
+    MODES: "build has called train() or eval(), has made parameters that require gradients, or has "
+    "registered a buffer anew",
     HELD: "it was made from parameters that were replaced afterwards; or a frozen one, which may "
     "be thawed later, is left out; or a tied one is there twice",
     STREAM: "numbers are drawn that one process does not draw, or ranks are seeded apart",
