@@ -92,7 +92,7 @@ def test_all_end_with_the_iteration(tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_measured_and_leaves_nothing_running(tmp_path):
-    command = [sys.executable, "-m", "lab", "precision", "accumulation", "--quick"]
+    command = [sys.executable, "-m", "lab", "four_configurations", "trouble", "--quick"]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "TMPDIR": str(tmp_path)}
     with hears_ctrl_c():
         lab = subprocess.Popen(

@@ -105,6 +105,7 @@ class TestPart2SecondRun:
             return step
 
         yield "views of one tensor", all_of(lambda x: (x * v).unbind(0))
+        yield "a tuple of one", all_of(lambda x: ((x * v).exp(),))
         yield "a namedtuple", all_of(lambda x: Pair(x * v, (x - v).exp()))
         yield "what topk returns", lambda call: call(lambda x: (x * v).topk(1), x).values
         model = w.probed(nn.Linear(2, 2))
@@ -202,7 +203,7 @@ class TestPart2SecondRun:
     @pytest.mark.survives("checkpoint", 2)
     @w.as_plain("an output that is a parameter or a buffer loses its gradient, or its values")
     def test_a_parameter_or_a_buffer_may_be_returned(self):
-        weight, x, fixed = w.leaf(5), w.leaf(3, 5), w.data(5)
+        weight, x, fixed = nn.Parameter(w.data(5)), w.leaf(3, 5), w.data(5)
 
         def leaf_of(result):  # before backward, which would start itself again without end
             cause = "a tensor that is returned as it is becomes part of the graph: detach it"
