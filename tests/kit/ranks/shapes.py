@@ -121,11 +121,6 @@ def frozen_beginning() -> Shape:
     return make(blocks=2, frozen=["embed", "blocks.0"]), Block
 
 
-def a_block_twice() -> Shape:
-    draw.seed(4)
-    return Twice(), Block
-
-
 def talking() -> Shape:
     draw.seed(4)
     return Talk(), (Talker, Block)
@@ -155,7 +150,6 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "tied in the root": made(tied=True),
     "nested": nested,
     "only blocks": only_blocks,
-    "a block twice": a_block_twice,
     "keywords and tuples": talking,
     "the root is of the class": root_of_the_class,
 }

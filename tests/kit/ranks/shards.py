@@ -70,9 +70,8 @@ def _padded(shard: Any, ranks: int) -> Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that the state dict has, whole, but for extra state."""
-    held = {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
-    return full({n: v for n, v in held.items() if n.rpartition(".")[2] != "_extra_state"})
+    """What the state dict has, whole."""
+    return full(model.state_dict())
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -134,7 +133,7 @@ def check_untouched(
 
 
 def _local(value: Any) -> Any:
-    if not isinstance(value, Tensor):  # extra state, or no gradient
+    if not isinstance(value, Tensor):  # no gradient
         return value
     local: Tensor = value.to_local() if hasattr(value, "to_local") else value
     return local.detach().clone()

@@ -93,7 +93,6 @@ GROUPS: dict[str, dict[str, Case]] = {
     "values": {
         name: Case(shape, script=("plain", "plain") if name == "odd sizes" else ("plain",))
         for name, shape in SHAPES.items()
-        if name != "a block twice"
     },
     "meshes": {
         "all ranks": Case(),

@@ -122,7 +122,7 @@ class TestPart1StateBytes:
         yield "several dtypes", (0, 0, 17 + 8 * 5 + 8 * 9, 0), with_buffers(none=None, **zeros)
 
     @pytest.mark.exact("state_bytes", "sharing")
-    @counts("something else than the storage decides what was counted before")
+    @counts("kinds are counted in another order, or something else than the storage decides")
     def test_counts_a_storage_once_under_the_first_kind(self):
         """As GPT ties its head, and as DDP keeps gradients: slices of one tensor."""
         embedding, head, twin = (nn.Embedding(19, 6) for _ in range(3))

@@ -193,7 +193,8 @@ def built_has(answer: Any, rank: int, kinds: Iterable[str], *facts: str) -> None
         if what == STREAM and got != want:
             begin()
             before = FACTS[STREAM](model, optimizer)
-            suspects = {"the generator is put back to where it was before": before}
+            belief = "this rank has drawn nothing, or its generator is put back to where it was"
+            suspects = {belief: before}
         check_equal(got, want, f"{what} of the model {kind}", cause=CAUSES[what], suspects=suspects)
 
 
