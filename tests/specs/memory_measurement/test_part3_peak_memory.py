@@ -256,6 +256,7 @@ class TestPart3PeakMemory:
     @counts("one measurement knows what another has seen, or the peak starts at 0")
     def test_knows_nothing_of_other_measurements(self):
         kept = []
+        yield "nothing at all", (0, 0, 0), lambda: None
         yield "38 KiB stay", (0, 38, 38), lambda: kept.extend([floats(4), floats(34)])
         swap = lambda: (kept.pop().dim(), floats(1))[1]  # noqa: E731
         yield "34 of them go, and then 1 comes", (38, 0, -34), swap, kept
