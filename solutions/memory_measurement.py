@@ -250,7 +250,7 @@ class _LiveStorages(TorchDispatchMode):
                 storage = value.untyped_storage()
                 if storage.device.type == "cpu":
                     self.alive[storage._cdata] = storage  # a view's is known already
-        # Each size is read anew: FSDP changes those of storages known already.
+        # Each size is read anew: resize_, out= and FSDP change those of storages known already.
         live = sum(storage.nbytes() for storage in self.alive.values())
         self.peak = max(self.peak, live)
         return live

@@ -142,6 +142,13 @@ def never_wrong(mine, truly):
     return {name: mine[name] for name in names}, {name: true[name] for name in names}
 
 
+def changed(name, world, change):
+    """A change before the backward pass, and one between two; each beside the world without it."""
+    yield name, world(spoil=change), world()
+    late = f"{name}, between two backward passes"
+    yield late, world(late=change), world(late=lambda *_: None)
+
+
 def draw_on(model, *_):
     """From torch's stream, and from all of the model's."""
     draw.next_random(torch.get_default_device())

@@ -25,7 +25,7 @@ from specs.checkpointed_model.large import (
     stepped,
     twin_of,
 )
-from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, draw_on, nearly
+from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, changed, draw_on, nearly
 
 
 def by_hand(block, x, mask):
@@ -198,9 +198,7 @@ class TestPart1LargeModel:
             own = {"frozen": partial(_in_blocks, frozen), "before": _replaced_and_updated}
             world = partial(large, size=size, masks=1, grad=grad, **own)
             name = f"{what}, segments of {size}, frozen is {frozen}, x with gradient: {grad}"
-            yield name, world(spoil=change), world()
-            late = f"{name}, between two backward passes"
-            yield late, world(late=change), world(late=lambda *_: None)
+            yield from changed(name, world, change)
 
     @pytest.mark.survives("LargeModel", 6)
     @as_without("something made in __init__, or in a step, still holds the original's blocks")

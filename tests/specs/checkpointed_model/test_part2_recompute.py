@@ -32,7 +32,15 @@ from specs.checkpointed_model.large import (
     large_inputs,
     one_input,
 )
-from specs.checkpointed_model.steps import HALVES, WIDTH, autocast, draw_on, never_wrong, see
+from specs.checkpointed_model.steps import (
+    HALVES,
+    WIDTH,
+    autocast,
+    changed,
+    draw_on,
+    never_wrong,
+    see,
+)
 
 FLOAT, COMPLEX, INT = torch.float32, torch.complex64, torch.int64
 STATES = {"generators": noisy, "buffers": counting}
@@ -172,9 +180,7 @@ class TestPart2Recompute:
         for what, (find, args, *kwargs) in tensors.items():
             zero = lambda model, *given, find=find: find(*given).detach().zero_()  # noqa: E731
             world = partial(chain, mixers, *args, **dict(*kwargs))
-            yield what, world(spoil=zero), world()
-            late = f"{what}, between two backward passes"
-            yield late, world(late=zero), world(late=lambda *_: None)
+            yield from changed(what, world, zero)
 
     @pytest.mark.survives("recompute", 4)
     @recomputed("they are put back if all goes well: no finally")

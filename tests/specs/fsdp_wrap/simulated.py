@@ -254,6 +254,20 @@ def check_whole(
     )
 
 
+def check_buffers(yours: Account, theirs: Account, where: str) -> None:
+    """Fail if more is on its way than one block that is gathered and one that is reduced."""
+    __tracebackhide__ = True
+    check_bar(
+        f"buffers to gather and to reduce {where}",
+        yours.most["communication"],
+        1.25 * theirs.most["communication"],
+        plain=None,
+        reference=theirs.most["communication"],
+        formula="one block gathered ahead, and one reduced: 1.25 x the reference's",
+        cause="more than one block is gathered ahead, or being reduced",
+    )
+
+
 def check_forward_alone(
     answer: Any, reference: Any, device: torch.device, shape: MakeShape, **options: Any
 ) -> None:

@@ -19,6 +19,7 @@ from specs.fsdp_wrap.simulated import (
     ADAM,
     activations_of_tall,
     books,
+    check_buffers,
     check_calls,
     check_forward_alone,
     check_whole,
@@ -154,15 +155,7 @@ class TestPart1Wrap:
             for module in (answer, reference)
         )
         check_whole(yours, theirs, tall, 64, "on 64 ranks")
-        check_bar(
-            "buffers to gather and to reduce on 64 ranks",
-            yours.most["communication"],
-            1.25 * theirs.most["communication"],
-            plain=None,
-            reference=theirs.most["communication"],
-            formula="one block gathered ahead, and one reduced: 1.25 x the reference's",
-            cause="more than one block is gathered ahead, or being reduced",
-        )
+        check_buffers(yours, theirs, "on 64 ranks")
         # Weights, gradients and both averages of Adam; 512 bytes for each count of steps, and for
         # the buffer.
         state = 4 * shard_bytes(plain, 64) + 512 * (len(plain) + 1)
