@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -152,25 +151,21 @@ def _on_rank_0(action: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == "_extra_state"
-
-
-def _steps(folder: Path) -> list[int]:
-    """The steps of the finished checkpoints, in ascending order."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]+", name))
+def _newest(folder: Path) -> int:
+    """The step of the newest complete checkpoint, to which a link points; 0 if there is none."""
+    link = folder / "newest"
+    return int(os.readlink(link).removeprefix("step-")) if link.is_symlink() else 0
 
 
 def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, step: int) -> None:
     folder = Path(folder)
-    unfinished = folder / "unfinished"
+    unfinished = folder / f"step-{step}"  # until the link points to it
 
     def prepare() -> None:
         if step < 1:
             raise ValueError(f"step must be at least 1: {step}")
-        if (steps := _steps(folder)) and step <= steps[-1]:
-            raise ValueError(f"step {step} is not above the newest checkpoint's, {steps[-1]}")
+        if (newest := _newest(folder)) and step <= newest:
+            raise ValueError(f"step {step} is not above the newest checkpoint's, {newest}")
         folder.mkdir(parents=True, exist_ok=True)
         if unfinished.exists():  # of a save that was interrupted
             shutil.rmtree(unfinished)
@@ -184,7 +179,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     for index, param in enumerate(_params(optimizer)):
         for key, value in packed["state"].get(index, {}).items():
             values[f"optimizer.{names[param]}.{key}"] = value
-    tensors = {key: v for key, v in values.items() if isinstance(v, Tensor) and not _is_extra(key)}
+    tensors = {key: v for key, v in values.items() if isinstance(v, Tensor)}
     others = {key: v for key, v in values.items() if key not in tensors}
     others["groups"] = packed["param_groups"]
     pickled = _everywhere(lambda: pickle.dumps(others))
@@ -192,8 +187,14 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
         dcp.save({**tensors, "others": pickled}, checkpoint_id=unfinished)
     except CheckpointException as error:  # on every rank; not an Exception
         raise RuntimeError(f"step {step} has not been saved: {error}") from error
-    # Only now is it a checkpoint.
-    _on_rank_0(partial(os.rename, unfinished, folder / f"step-{step}"))
+
+    def point() -> None:
+        aside = folder / "newest.new"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(unfinished.name)
+        os.replace(aside, folder / "newest")
+
+    _on_rank_0(point)  # only now is it a checkpoint
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -203,24 +204,22 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     folder = Path(folder)
-    steps = _on_rank_0(partial(_steps, folder))
-    if not steps:
+    step: int = _on_rank_0(partial(_newest, folder))
+    if not step:
         raise ValueError(f"no checkpoint in {folder}")
-    checkpoint = folder / f"step-{steps[-1]}"
+    checkpoint = folder / f"step-{step}"
     reader = dcp.FileSystemReader(checkpoint)
     saved = _everywhere(reader.read_metadata).state_dict_metadata
     saved = {key: v for key, v in saved.items() if isinstance(v, TensorStorageMetadata)}
 
-    packed = {"others": b""}  # first, for the names of extra state
+    packed = {"others": b""}
     dcp.load(packed, checkpoint_id=checkpoint)
     others = _everywhere(lambda: pickle.loads(packed["others"]))
 
     shards = _shards(model)
     state_dict = {f"model.{name}": v for name, v in _everywhere(model.state_dict).items()}
-    own = {key: v for key, v in state_dict.items() if not _is_extra(key)}
-    sizes = {key: v.size for key, v in saved.items()} | dict.fromkeys(others)
-    saved_shapes = {key: size for key, size in sizes.items() if key.startswith("model.")}
-    own_shapes = {key: own[key].shape if key in own else None for key in state_dict}
+    saved_shapes = {key: v.size for key, v in saved.items() if key.startswith("model.")}
+    own_shapes = {key: v.shape for key, v in state_dict.items()}
     if saved_shapes != own_shapes:
         key = min(dict(saved_shapes.items() ^ own_shapes.items()))  # a missing name is unlike None
         raise ValueError(
@@ -229,7 +228,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         )
 
     # Read into the shards in place; the optimizer's state may not have been made yet.
-    values: dict[str, Any] = {**own}
+    values: dict[str, Any] = {**state_dict}
     for key, meta in saved.items():
         if key.startswith("optimizer."):
             param = shards[key.removeprefix("optimizer.").rpartition(".")[0]]
@@ -253,7 +252,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
     for param in shards.values():
         param.grad = None
-    return steps[-1]
+    return step
 
 
 @torch.no_grad()
@@ -262,13 +261,13 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     names: dict[Tensor, str] = {}
     state = _everywhere(lambda: model.state_dict(keep_vars=True))
     for name, value in state.items():
-        first = names.setdefault(value, name) if isinstance(value, Tensor) else name
+        first = names.setdefault(value, name)
         if first != name:
             state[name] = state[first]  # one tensor in the file
             continue
         # Gathered one by one; only rank 0 keeps them. Clones, for a whole one may be a padded view.
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0 and isinstance(whole, Tensor):
+        if dist.get_rank() == 0:
             state[name] = whole.cpu().clone()
         del value, whole
 
@@ -286,9 +285,8 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     # Mapped, so that a rank reads its own rows only.
     state = _everywhere(lambda: torch.load(path, map_location="cpu", mmap=True))
     for name in [*own, *state]:
-        tensors = (d.get(name) if not _is_extra(name) else None for d in (own, state))
-        here, there = (getattr(tensor, "shape", None) for tensor in tensors)
-        if (name in own) != (name in state) or here != there:
+        here, there = (getattr(d.get(name), "shape", None) for d in (own, state))
+        if here != there:
             raise ValueError(
                 f"{path} does not fit the model: {name} has shape {there} there, and {here} here "
                 "(None: it is not there)"
