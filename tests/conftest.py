@@ -14,9 +14,8 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,6 @@ import pytest
 import pytest_timeout
 import torch
 
-from kit import forkserver
 from kit.answers import causes, figures
 from kit.answers.blame import blamed
 from kit.answers.contract import functions
@@ -38,7 +36,7 @@ from kit.laws.suspects import note_passed
 from kit.memory import gpu
 from kit.patience import Patience, family
 from kit.private_torch import put_off_dynamo
-from kit.ranks.world import World, needs_world
+from kit.ranks import worlds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     shift = config.getoption("--seed-shift")
     if shift is not None:
         os.environ[draw.SHIFT_VARIABLE] = str(shift)
+    config.pluginmanager.register(worlds)
     if not hasattr(config, "workerinput"):  # a process of pytest-xdist hears of its share only
         config.pluginmanager.register(causes.Causes())
         config.pluginmanager.register(figures.Figures())
@@ -184,8 +183,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "call":
         item.user_properties += [("bar", dataclasses.asdict(bar)) for bar in checks.bars]
         checks.bars.clear()
-        if call.excinfo is None and not item.session.testsfailed:
-            _launch_worlds(item)
     return (yield)
 
 
@@ -198,7 +195,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
     def look(signum: int, frame: object) -> None:
         __tracebackhide__ = True
-        patience.look(lambda: [*family(), *_ranks(item.config)])
+        patience.look(lambda: [*family(), *worlds.ranks(item.config)])
         if patience.is_over:
             _stop_the_timer()  # once only: the failure takes a while to be shown
             pytest_timeout.timeout_sigalrm(item, settings)
@@ -209,11 +206,6 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     often = min(1.0, settings.timeout / 4)
     signal.setitimer(signal.ITIMER_REAL, often)
     return True
-
-
-def _ranks(config: pytest.Config) -> list[int]:
-    """They need not be children of this process."""
-    return [pid for world in config.stash.get(_WORLDS, {}).values() for pid in world.pids]
 
 
 def _stop_the_timer() -> None:
@@ -254,79 +246,6 @@ def _module(config: pytest.Config, answer: Answer) -> ModuleType:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the spec runs: `--device`."""
     return torch.device(request.config.getoption("--device"))
-
-
-@pytest.fixture
-def world(request: pytest.FixtureRequest) -> World:
-    """Real processes, two unless the spec is parametrized otherwise (`indirect=True`).
-
-    They serve all specs of a kata. It is no fixture of the session, because pytest would put the
-    specs into another order for the sake of such a parameter.
-    """
-    return _world(request.config, getattr(request, "param", 2))
-
-
-@pytest.fixture
-def worlds(request: pytest.FixtureRequest) -> Callable[[int], World]:
-    """Real processes of several sizes in one spec: `worlds(4)`.
-
-    All are on the same kind of device: what one has saved another loads.
-    """
-    largest = max(_sizes(request.session, request.path.parent))
-    return functools.partial(_world, request.config, gpus=largest)
-
-
-_WORLDS = pytest.StashKey[dict[tuple[int, str], World]]()
-
-
-def _world(config: pytest.Config, size: int, gpus: int = 0) -> World:
-    # NCCL wants a GPU for each rank; where there are too few, the ranks run on the cpu.
-    on_gpus = config.getoption("--device") == "cuda"
-    enough = on_gpus and torch.cuda.device_count() >= max(size, gpus)
-    where = "cuda" if enough else "cpu"
-    return config.stash.setdefault(_WORLDS, {}).setdefault((size, where), World(size, where))
-
-
-def _launch_worlds(item: pytest.Item) -> None:
-    """Let the ranks of this kata meet while other specs run: after a pass, so not for a stub."""
-    if forkserver.is_warm() and not item.config.getoption("--helps", False):
-        for size in _sizes(item.session, item.path.parent):
-            _world(item.config, size).start()
-
-
-@functools.cache
-def _sizes(session: pytest.Session, folder: Path) -> list[int]:
-    """How large the worlds are that the specs in this folder ask for."""
-    sizes: set[int] = set()
-    for item in session.items:
-        if item.path.parent == folder and needs_world(item):
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            named = {parameters[key] for key in ("saving", "loading") if key in parameters}
-            sizes |= named or {parameters.get("world", 2)}
-    return sorted(sizes)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    # The warm process imports torch while other specs run.
-    if any(map(needs_world, session.items)) and not session.config.option.collectonly:
-        forkserver.start()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the ranks with the last spec of a kata: what they have imported and kept is theirs."""
-    if nextitem is None or nextitem.path.parent != item.path.parent:
-        _close_worlds(item.config)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    _close_worlds(config)
-    forkserver.stop()
-
-
-def _close_worlds(config: pytest.Config) -> None:
-    for world in config.stash.get(_WORLDS, {}).values():
-        world.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -114,7 +114,8 @@ class Figures:
             option.keyword or option.markexpr or option.seed_shift or option.device != "cpu"
         )
         folders = [Path(argument) for argument in session.config.args]
-        if not is_whole or not is_tested_torch() or session.exitstatus != pytest.ExitCode.OK:
+        is_done = session.exitstatus == pytest.ExitCode.OK and not option.collectonly
+        if not is_whole or not is_tested_torch() or not is_done:
             return
         for kata in all_katas():
             if any(folder.resolve() in (kata.specs, *kata.specs.parents) for folder in folders):
