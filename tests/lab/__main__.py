@@ -7,6 +7,7 @@ import difflib
 import importlib
 import logging
 import pkgutil
+import signal
 import sys
 import webbrowser
 from pathlib import Path
@@ -14,8 +15,10 @@ from types import ModuleType
 
 from kit import forkserver
 
-if __name__ == "__main__" and "--list" not in sys.argv:
-    forkserver.start()  # it imports torch while the rest is imported here
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is measured yet: an end without a word
+    if "--list" not in sys.argv:
+        forkserver.start()  # it imports torch while the rest is imported here
 
 # ruff: isort: split
 import torch
@@ -64,6 +67,7 @@ def main(words: list[str] | None = None) -> int:
     wanted = [known[name] for name in options.names] or list(known.values())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = Path(options.out).resolve()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         pages = _carry_out(console, wanted, folder, device, quick=options.quick)
     except KeyboardInterrupt:
