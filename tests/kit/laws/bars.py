@@ -21,8 +21,8 @@ def bar(title: str, formula: str, cause: str) -> Callable[[Any], Any]:
     """Make a spec of a function that returns what measures a module, its limit and a plain answer.
 
     Args:
-        title: what is measured.
-        formula: of the limit.
+        title: what is measured; arguments of the spec may stand in it, in braces.
+        formula: of the limit, likewise.
         cause: why an answer most likely takes more.
     """
 
@@ -35,9 +35,8 @@ def bar(title: str, formula: str, cause: str) -> Callable[[Any], Any]:
             wanted = {name: value for name, value in given.items() if name in own}
             measure, limit, plain = function(self, **wanted)
             yours, true = measure(answer), measure(reference)
-            check_bar(
-                title, yours, limit, plain=plain, reference=true, formula=formula, cause=cause
-            )
+            name, why = title.format_map(wanted), formula.format_map(wanted)
+            check_bar(name, yours, limit, plain=plain, reference=true, formula=why, cause=cause)
 
         names = dict.fromkeys([*own, "answer", "reference"])
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
