@@ -3,8 +3,8 @@
     written here  nothing of torch.utils.checkpoint runs
     untouched     modes, hooks, training flags and the caller's data, after an error too; no seed
                   is set
-    errors        ValueError unless it says otherwise; each names the offending value and comes
-                  before any change
+    errors        ValueError that names the offending value, before any change, unless it says
+                  otherwise
 
 Source: Chen et al. (arXiv 1604.06174).
 """
@@ -27,29 +27,31 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
                       require one, of parameters and other leaves that `function` uses; several for
                       one tensor add up in any order and precision
         data          parameters get theirs even if no argument requires one; a function without
-                      gradients is no error
+                      gradients is no error, not even in backward
         kept          until backward the arguments, and nothing computed from them; then one
                       checkpoint's inside at a time
-        freed         after backward no tensor is left, without the garbage collector
+        freed         arguments in backward, the rest with the results; without the garbage
+                      collector
         random state  the second run draws what the first drew from torch's default generators; the
                       stream goes on as after one run
         autocast      in the second run as in the first: off, or on with its dtype; backward runs
                       in the caller's
         result        what `function` returns: a tensor, a tuple, namedtuple or torch.return_types
                       of tensors and other things; tensors may change in place
-        no_grad       under no_grad and inference_mode it is the plain call, whatever the arguments
+        no_grad       under no_grad and inference_mode it is the plain call
 
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: computes the same under no_grad; what it reads, such as training flags, must
-            be the same in both runs; what it changes, such as batch norm's statistics, may change
-            twice.
-        args: dense tensors of any dtype, not made under inference_mode; other things are handed on.
+        function: computes the same in both runs and under no_grad; what it changes, such as
+            batch norm's statistics, may change twice.
+        args: dense tensors of any dtype, not made under inference_mode; the second run may get
+            other tensor objects. Other things are handed on.
 
     Raises:
         RuntimeError if an argument is changed in place: by the call if `function` does it, else
-        in backward. TypeError, naming the type, for a tensor hidden in a given list, tuple or dict.
+        in backward. TypeError for a given list, tuple or dict with a tensor inside; names the
+        container's type.
 
     Details:
         1. An output that the loss does not use gets no gradient, not even zeros. While it is
@@ -58,12 +60,13 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
            A result may require a gradient that it did not inside. Results that share memory with
            anything may not be changed in place.
         3. A checkpoint may stand inside the function of another, and lowers the peak there too.
-        4. After backward with retain_graph=True, backward works again.
+        4. A second backward pass needs retain_graph=True in the first, and then works.
         5. An error in either run comes through; a failed second run leaves the random stream as
            it was.
-        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, tensors in
-           a returned list, tuple or dict: TypeError, or right gradients and no others. Backward
-           under inference_mode is not asked for.
+        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
+           gradients and no others. Backward under inference_mode is not asked for.
+        7. A tensor inside a returned list, tuple or dict, however deep: TypeError, or right
+           gradients.
     """
     raise NotImplementedError
 
@@ -115,9 +118,10 @@ def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
     """The fewest layer runs without a graph, to run backward through `num_layers` layers when
     `snapshots` layer inputs may be kept at a time.
 
-        steps      each layer's one run with a graph does not count; layers run in order
-        snapshots  the first layer's input is one; a layer that runs with a graph needs none, and
-                   frees the place of its input
+        steps      all layers from a snapshot to the one whose turn it is run without a graph;
+                   each layer's turn, the last layer's first, is one run with a graph: not counted
+        snapshots  the first layer's input is one; the input of the layer whose turn it is takes
+                   no place
 
         >>> fewest_extra_steps(10, snapshots=3)
         15
@@ -149,7 +153,7 @@ def backward_with_snapshots(
     Args:
         layers: as for run_in_segments.
         x: the first layer's input, a snapshot.
-        loss_fn: from the last output to a scalar; may have parameters.
+        loss_fn: from the last output to a scalar that requires a gradient; may have parameters.
         snapshots: at least 1, also more than there are layers.
 
     Returns:
@@ -165,4 +169,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub ecff20301ea5
+# untouched stub e0cbf01bf235

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kit.answers.settings import SETTINGS
 from kit.laws import draw
 from kit.laws.precisions import PRECISIONS, SCALE
 from kit.laws.toys import mse
@@ -82,25 +81,6 @@ def inside_autocast(dtype: torch.dtype, *, cache: bool = True, enabled: bool = T
 def inside_its_own_autocast(w: World) -> None:
     """The caller is inside an autocast of the same dtype, of bfloat16 where there is none."""
     inside_autocast(torch.bfloat16 if w.dtype == torch.float32 else w.dtype)(w)
-
-
-def in_unusual_modes(w: World) -> None:
-    """Autocast keeps no copies, autograd notes where each node was made, cuDNN tries kernels."""
-    unusual = {"autocast cache": False, "backends.cudnn.benchmark": True}
-
-    @contextmanager
-    def outer() -> Iterator[None]:
-        before = {name: SETTINGS[name].read() for name in unusual}
-        try:
-            for name, value in unusual.items():
-                SETTINGS[name].write(value)
-            with torch.autograd.set_detect_anomaly(True, check_nan=False):
-                yield
-        finally:
-            for name, value in before.items():
-                SETTINGS[name].write(value)
-
-    w.inside.append(outer)
 
 
 def frozen(w: World) -> None:

@@ -171,7 +171,7 @@ class TestPart1Checkpoint:
 
     @pytest.mark.saves("checkpoint", "freed")
     @pytest.mark.parametrize(
-        "kind", [1, 2, "one of two dropped", "with data and indices", "retained before"]
+        "kind", [1, 2, "one of two dropped", "retained before", "no gradient inside"]
     )
     @bar(
         "bytes after the backward pass",
@@ -179,26 +179,24 @@ class TestPart1Checkpoint:
         "the arguments hang on the graph's node, or the second run's results wait for an output",
     )
     def test_the_backward_pass_frees_what_was_kept(self, device, kind):
-        """Bar: the output, which is still in hand, + 8 KiB. Arguments have 32 or 64 KiB.
-
-        Of two outputs one is not used: the argument may wait for it, but no inside of 64 KiB. If it
-        was dropped, nothing may.
+        """Bar: the output, which is still in hand, + 8 KiB. Arguments, data and indices have 32 and
+        64 KiB. Of two outputs one is not used: the argument may wait for it, but no inside of 64
+        KiB. If it was dropped, nothing may.
         """
         model, other = (mlp(32, 64, 48, device=device) for _ in range(2))
-        x = draw.randn(256, 32, device=device, requires_grad=True)
-        known = w.zero_grads(model, other, x)
+        x, scale = draw.randn(256, 32, device=device), torch.ones(48, device=device)
+        known = w.zero_grads(model, other, x.requires_grad_(), scale.requires_grad_())
         outputs = 2 if kind == 2 else 1
-        both = lambda a: (model(a), other(a))  # noqa: E731
-        mixed = lambda a, data, rows: model((a * data).gather(0, rows))  # noqa: E731
+
+        def function(a, *rest):
+            a = (a * rest[0]).gather(0, rest[1]) if rest else a
+            out = model(a).detach() if kind == "no gradient inside" else model(a)
+            return (out,) if kind == 1 else (out, other(a))
 
         def left(call, kept):
-            if kind in (2, "one of two dropped"):
-                kept += call(both, x * 2)[:outputs]
-            elif kind == "with data and indices":
-                kept.append(call(mixed, x * 2, x.detach() * 2, x.argsort(0)))
-            else:
-                kept.append(call(model, x * 2))
-            loss = w.loss_of(kept[0])
+            rest = () if kind == 2 else (x.detach() * 2, x.argsort(0))
+            kept += call(function, x * 2, *rest)[:outputs]
+            loss = w.loss_of(kept[0] * scale)
             if kind == "retained before":
                 loss.backward(retain_graph=True)
             loss.backward()
@@ -254,8 +252,8 @@ class TestPart1Checkpoint:
     @pytest.mark.survives("checkpoint", 6)
     @pytest.mark.filterwarnings("ignore:Using backward")
     @w.right_or_refuses(
-        "backward() inside reaches all parameters, its gradients have no graph, and autograd does"
-        " not see a tensor in a list: what would be wrong is to be refused"
+        "backward() inside reaches all parameters, and its gradients have no graph: what would be"
+        " wrong is to be refused"
     )
     def test_refuses_what_would_lose_gradients(self):
         x, model = w.leaf(11, 7), w.probed(nn.Linear(7, 5))
@@ -273,10 +271,14 @@ class TestPart1Checkpoint:
         yield "backward(inputs=)", RuntimeError, lambda c: loss(c).backward(inputs=[x])
         yield "backward(create_graph=True)", RuntimeError, create_graph
 
+    @pytest.mark.survives("checkpoint", 7)
+    @w.right_or_refuses("autograd sees no tensor inside of anything, and nothing looks so deep")
+    def test_refuses_tensors_that_are_hidden_in_a_result(self):
+        x, deep = w.leaf(11, 7), lambda t: (t, {"y": Pair(1, [t])})
+
         def hidden(hide, find):
             return lambda c: (x * find(c(lambda a: hide(a.sin()), x))).sum().backward()
 
-        deep = lambda t: (t, {"y": Pair(1, [t])})  # noqa: E731
         yield "a list is returned", TypeError, hidden(lambda t: [t], lambda r: r[0])
         yield "an OrderedDict", TypeError, hidden(lambda t: OrderedDict(y=t), lambda r: r["y"])
         yield "a tuple with a dict inside", TypeError, hidden(deep, lambda r: r[1]["y"][1][0])

@@ -97,13 +97,6 @@ class TestPart3Segments:
         for count in (*range(1, 200), 1000):
             yield f"{count} layers", count
 
-    @pytest.mark.exact("run_in_segments", "sizes")
-    @runs("the rest of the division goes to one segment, which then sets the peak")
-    def test_sizes_of_segments_differ_by_one_at_most(self):
-        for (count, segments), name in NAMES.items():
-            sizes = [count // segments + (n < count % segments) for n in range(segments)]
-            yield name, count, segments, {"sizes": sorted(sizes)}
-
     @pytest.mark.exact("run_in_segments", "runs")
     @runs("the last segment is checkpointed too, or layers run more than once in the call or again")
     def test_each_layer_runs_once_and_again_except_in_the_last_segment(self):
@@ -115,35 +108,35 @@ class TestPart3Segments:
         with torch.no_grad():
             yield "under no_grad", 7, 3, {"in the call": [*range(7)], "of a layer": 0}
 
+    @pytest.mark.exact("run_in_segments", "sizes")
+    @runs("the rest of the division goes to one segment, which then sets the peak")
+    def test_sizes_of_segments_differ_by_one_at_most(self):
+        for (count, segments), name in NAMES.items():
+            sizes = [count // segments + (n < count % segments) for n in range(segments)]
+            yield name, count, segments, {"sizes": sorted(sizes)}
+
     @pytest.mark.saves("run_in_segments", "peak")
     @pytest.mark.parametrize(
         ("count", "segments", "kind"),
         [(16, 4, "data"), (13, 5, "trained"), (13, 5, "evaluated"), (13, 5, "frozen")],
     )
-    def test_the_peak_is_the_inputs_and_the_largest_segment(
-        self, answer, reference, device, count, segments, kind
-    ):
-        """Bar: segments x input + the plain peak of ceil(layers / segments) layers.
-
-        For an input that requires a gradient, with layers in eval mode or frozen too, and for data.
-        """
+    @bar(
+        "peak of {count} layers, segments = {segments}",
+        "{segments} inputs + the plain peak of ceil({count} / {segments}) layers",
+        "a segment is larger than it need be, or the first run builds a graph",
+    )
+    def test_the_peak_is_the_inputs_and_the_largest_segment(self, device, count, segments, kind):
+        """For data, and for an input that requires a gradient, with eval or frozen layers too."""
         layers, x = w.big_chain(count, device)
         x.requires_grad_(kind != "data")
         layers.train(kind != "evaluated").requires_grad_(kind != "frozen")
-        largest = math.ceil(count / segments)
 
         def peak(run, layers=layers):
             step = lambda: w.loss_of(run(layers, x, segments)).backward()  # noqa: E731
             return w.peak_of(step, device, layers, x)
 
-        w.check_bytes(
-            f"peak of {count} layers, segments = {segments}",
-            peak,
-            (answer.run_in_segments, reference.run_in_segments, w.plain),
-            segments * x.nbytes + peak(w.plain, layers[:largest]),
-            f"{segments} inputs + the plain peak of {largest} of the layers",
-            "a segment is larger than it need be, or the first run builds a graph",
-        )
+        limit = segments * x.nbytes + peak(w.plain, layers[: math.ceil(count / segments)])
+        return lambda module: peak(module.run_in_segments), limit, peak(w.plain)
 
     @pytest.mark.saves("best_segments", "peak")
     @bar(
