@@ -1,7 +1,6 @@
 """The second run sees what the first one saw: random numbers, autocast, arguments, results."""
 
 from functools import partial
-from operator import setitem
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from kit.laws.bars import bar
 from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.twists import Pair
-from kit.laws.untouched import observed
 from specs.segment_checkpointing import worlds as w
 
 NAME = object()  # one for all answers, so that theirs can be compared
@@ -101,8 +99,6 @@ class TestPart2SecondRun:
             return out[1].sum() + 5 * out[4].square().sum() + 7 * out[6].sum()
 
         yield "tensors and other things", mixture
-        write = lambda c, place: c(lambda a, to: (setitem(to, 0, 7), a.sin())[1], a, place)  # noqa: E731
-        yield "a list that the function writes into", lambda c: write(c, to := [1]) * to[0]
         x = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0], [-7.0, 8.0]], requires_grad=True)
         v = torch.tensor(2.0, requires_grad=True)
 
@@ -121,7 +117,6 @@ class TestPart2SecondRun:
         model = w.probed(nn.Linear(2, 2))
         yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
         yield "one without its graph, and with it", all_of(lambda x: ((y := x * v).detach(), y))
-        yield "an auxiliary loss", all_of(lambda x: (x * v, x.square().mean()))
         yield "one tensor twice, and another", all_of(lambda x: (y := x * v, y, x + v))
         yield "the argument itself, and a slice", all_of(lambda x: (x, x[2:], (x * v)[1:]))
         change = lambda item: (item.mul_(2)[1].add_(1), item)[1]  # noqa: E731
@@ -135,8 +130,8 @@ class TestPart2SecondRun:
         "inner checkpoints do nothing inside another, or keep their arguments after its first run",
     )
     def test_nested_checkpoints_save_at_every_level(self, device):
-        """12 layers: a checkpoint for each 2, in one for each 6, in one around all of them. Bar: 3
-        inputs and 2, and one more (an output that is there again) + the plain peak of 2 layers."""
+        """One for each 2 layers, in one for each 6, in one around all. Bar: 3 inputs and 2, and an
+        output that is there again + the plain peak of 2 layers."""
         layers, x = w.big_chain(12, device)
 
         def nested(call, parts, sizes, y):
@@ -176,7 +171,7 @@ class TestPart2SecondRun:
     def test_an_error_in_either_run_comes_through(self, answer, device, run, end):
         layer = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)).to(device)
         x = draw.randn(3, 5, device=device, requires_grad=True)
-        runs, before = [], observed(layer)
+        runs = []
 
         def step(ends):
             def function(a):
@@ -190,12 +185,11 @@ class TestPart2SecondRun:
             loss.backward()
 
         check_ending(step, end, lambda: None)
-        cause = "what is set for the second run is not put back when it fails: use `with`"
         if run == 2:
             numbers = draw.next_random(device)
             draw.seed(8)
+            cause = "what is set for the second run is not put back when it fails: use `with`"
             check_equal(numbers, draw.next_random(device), "the next random numbers", cause=cause)
-        check_equal(observed(layer), before, "what is in force afterwards", cause=cause)
 
     @pytest.mark.survives("checkpoint", 1)
     @w.as_plain("zeros stand in for the gradient that is not there, or others take its place")
@@ -256,11 +250,8 @@ class TestPart2SecondRun:
     def test_refuses_tensors_that_autograd_cannot_see(self, answer, device):
         x, runs = draw.randn(5, device=device, requires_grad=True), []
         data, weight = x.detach(), nn.Parameter(x.detach())
-        answer.checkpoint(lambda a, _: a * 2, x, grows := [1])
-        grows.append(data)
         for name, given, *types in (
             ("list", [x], "list"),
-            ("list of data", [1, data], "list"),
             ("tuple of parameters", (weight,), "tuple"),
             ("namedtuple", Pair(1, x), "Pair"),
             ("result of topk", x.topk(2), "topk"),
@@ -268,7 +259,6 @@ class TestPart2SecondRun:
             ("dict of one's own", type("Batch", (dict,), {})(x=x), "Batch"),
             ("dict in a list", [{1: x}], "list", "dict"),
             ("list in a dict", {1: [x]}, "list", "dict"),
-            ("list that was given before, without it", grows, "list"),
         ):
             call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)
             when = f"for a tensor in a {name} that is given"

@@ -219,18 +219,18 @@ class TestPart4Snapshots:
             loss_fn = lambda out: (head(out), ends() if last < 0 else None)[0]  # noqa: E731
             call(layers, x, loss_fn, 2)
 
-        def seen(lost):
+        def seen(call, end):
+            check_ending(partial(step, call=call), end, lambda: None)
+            lost = sum(t.grad is None or bool(t.grad.mean() < 50) for t in leaves)
             numbers = draw.next_random(device)
             return {"the next random numbers": numbers, "gradients from before that are lost": lost}
 
         for last in range(-1, 6 + closed_form(6, 2)):
-            check_ending(partial(step, call=answer.backward_with_snapshots), end, lambda: None)
-            got = seen(sum(t.grad is None or bool(t.grad.mean() < 50) for t in leaves))
-            plain = partial(step, call=plain_backward)
-            check_ending(plain, end if last < 6 else "success", lambda: None)
+            got = seen(answer.backward_with_snapshots, end)
+            want = seen(plain_backward, end if last < 6 else "success")
             cause = "the stream of a layer's second run, or `.grad`, is not put back: use `with`"
             what = f"a sweep with an error in {f'run {last + 1}' if last >= 0 else 'the loss'}"
-            check_equal(got, seen(0), what, cause=cause)
+            check_equal(got, want, what, cause=cause)
 
     @pytest.mark.survives("backward_with_snapshots", 1)
     @as_plain_backward("some layers run in another dtype, or on a weight's copy without a graph")
