@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
@@ -350,39 +349,13 @@ def backward_with_snapshots(
         raise ValueError(f"no layers: {count} given")
     _check_plan(count, snapshots)
     sweep = _Sweep(layers, x, loss_fn)
-    try:
-        for action, at in _schedule(count, min(snapshots, count)):
-            getattr(sweep, action)(at)
-    finally:
-        sweep.finish()
+    for action, at in _schedule(count, min(snapshots, count)):
+        getattr(sweep, action)(at)
     return sweep.loss
-
-
-def _leaves(tensor: Tensor) -> set[Tensor]:
-    """The leaves that a backward pass from `tensor` would reach."""
-    if not tensor.requires_grad:
-        return set()
-    leaves: set[Tensor] = set()
-    nodes = [get_gradient_edge(tensor).node]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        nodes += new
-    return leaves
-
-
-def _overwrites(layer: nn.Module) -> bool:
-    """Whether something in the layer says that it works in place."""
-    return any(getattr(module, "inplace", False) for module in layer.modules())
 
 
 class _Snapshot(NamedTuple):
     value: Tensor
-    version: int
     cursor: _Cursor
 
 
@@ -399,18 +372,14 @@ class _Sweep:
         self.value: Tensor | None = x
         self.cursor: _Cursor | None = None  # none while layers run for the first time
         self.grad: Tensor | None = None  # of the output of the layer to be turned next
-        self.shared: list[list[Tensor]] = []  # for each layer, the leaves other turns add to too
-        self.parked: list[tuple[Tensor, Tensor]] = []  # and what was in their .grad
         self.loss: Any = None
 
     def keep(self, at: int) -> None:
         cursor = _Cursor(self.generators) if self.cursor is None else self.cursor.copy()
-        self.snapshots[at] = _Snapshot(self.value, self.value._version, cursor)
+        self.snapshots[at] = _Snapshot(self.value, cursor)
 
     def load(self, at: int) -> None:
-        self.value, version, cursor = self.snapshots[at]
-        if self.value._version != version:
-            raise RuntimeError(f"the kept input of layer {at} was changed in place by a layer")
+        self.value, cursor = self.snapshots[at]
         self.cursor = cursor.copy()
 
     def take(self, at: int) -> None:
@@ -419,7 +388,6 @@ class _Sweep:
 
     def step(self, at: int) -> None:
         with _graphless():
-            self.value = self._spared(at, self.value)
             self.value = self._run(at, self.value)
 
     def turn(self, at: int) -> None:
@@ -427,7 +395,6 @@ class _Sweep:
         # The first layer's graph goes on to what x was computed from.
         value, self.value = self.value, None
         if at > 0:
-            value = self._spared(at, value.detach())
             value = _tap(found, at, value) if _differentiable(value) else value
         with torch.enable_grad():
             output = self._run(at, value)
@@ -436,7 +403,6 @@ class _Sweep:
                 output = self.loss_fn(output)
                 self.loss = output.detach().clone()  # on memory of its own
         if at == self.last:
-            self._park(output)
             output.backward()
         elif self.grad is not None and output.requires_grad:
             # Of a view: torch 2.6 frees the node of an autograd.Function with its last output.
@@ -444,54 +410,11 @@ class _Sweep:
                 edge, grad = get_gradient_edge(output.view_as(output)), self.grad
             del output
             self.grad = None
-            sums = self._sums_so_far(at)
-            edges = [get_gradient_edge(leaf) for leaf, _ in sums]
-            torch.autograd.backward([*edges, edge], [*(so_far for _, so_far in sums), grad])
+            torch.autograd.backward(edge, grad)
         self.grad = found.get(at)
-
-    def _spared(self, at: int, value: Tensor) -> Tensor:
-        """`value`, or a copy where the layer would write into a snapshot's memory."""
-        memory = {kept.value.untyped_storage().data_ptr() for kept in self.snapshots.values()}
-        if value.untyped_storage().data_ptr() in memory and _overwrites(self.layers[at]):
-            return value.clone()
-        return value
 
     def _run(self, at: int, value: Tensor) -> Tensor:
         if self.cursor is None:
             return self.layers[at](value)
         with self.cursor.drawing():
             return self.layers[at](value)
-
-    def _park(self, loss: Tensor) -> None:
-        """Sets gradients aside that more than one turn adds to: one backward pass through all
-        layers adds such a leaf's shares up first, and the sum to what was there."""
-        reached = [{p for p in layer.parameters() if p.requires_grad} for layer in self.layers]
-        reached[0] |= _leaves(self.x)
-        reached[-1] |= _leaves(loss)
-        turns = Counter(leaf for leaves in reached for leaf in leaves)
-        self.shared = [[leaf for leaf in leaves if turns[leaf] > 1] for leaves in reached]
-        for leaf in {leaf for leaves in self.shared for leaf in leaves}:
-            if leaf.grad is not None:
-                self.parked.append((leaf, leaf.grad))
-                leaf.grad = None
-
-    def _sums_so_far(self, at: int) -> list[tuple[Tensor, Tensor]]:
-        """What earlier turns gave the leaves that this turn adds to, taken from their .grad.
-
-        As roots of the turn's backward pass these sums are what its shares are added to one by
-        one: (a + b) + c, where .grad would give a + (b + c). A leaf's hooks would see the sum
-        again and again, so with hooks it stays where it is.
-        """
-        sums = []
-        for leaf in self.shared[at]:
-            hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-            if leaf.grad is not None and not hooks:
-                sums.append((leaf, leaf.grad))
-                leaf.grad = None
-        return sums
-
-    def finish(self) -> None:
-        for leaf, before in self.parked:
-            if leaf.grad is not None:
-                before.add_(leaf.grad)
-            leaf.grad = before

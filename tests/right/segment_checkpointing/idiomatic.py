@@ -31,15 +31,15 @@ def _without_graph() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unchanged(tensors: Sequence[Tensor], what: str) -> Iterator[None]:
-    """Raises RuntimeError if one of `tensors` was changed in place inside."""
+def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Raises RuntimeError if one of the arguments was changed in place inside."""
     versions = [tensor._version for tensor in tensors]
     yield
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
             raise RuntimeError(
-                f"{what} of shape {tuple(tensor.shape)} was changed in place by what it was given "
-                "to, which has to run again and would see other values"
+                f"an argument of shape {tuple(tensor.shape)} was changed in place by the function, "
+                "which has to run again and would see other values"
             )
 
 
@@ -87,25 +87,20 @@ class _AutocastState:
 class _StandIn:
     """A tensor with the values of another, where a backward pass ends and leaves the gradient.
 
-    It is a leaf where the other is one, and only there: autocast casts a leaf once for all its
-    uses, and their gradients are then summed before the cast and not after it. Where it is none,
-    the gradient is taken as it arrives: a leaf's would be copied to the strides of the leaf.
+    It is taken as it arrives: a leaf's would be copied to the strides of the leaf.
     """
 
-    def __init__(self, tensor: Tensor, requires_grad: bool, is_leaf: bool) -> None:
-        self._is_leaf = is_leaf
+    def __init__(self, tensor: Tensor, requires_grad: bool) -> None:
         # The graph has this list and not the stand-in, which has the graph: a cycle would keep both
         # until the garbage collector comes.
         self._arrived: list[Tensor | None] = []
         self.tensor = tensor.detach().requires_grad_(requires_grad)
-        if requires_grad and not is_leaf:
+        if requires_grad:
             with torch.enable_grad():
                 self.tensor = _End.apply(self.tensor, self._arrived)
 
     @property
     def grad(self) -> Tensor | None:
-        if self._is_leaf:
-            return self.tensor.grad
         return self._arrived[0] if self._arrived else None
 
 
@@ -167,12 +162,9 @@ def _none_hidden(items: Iterable[Any]) -> None:
 class _Call:
     """A function and its arguments without the tensors, to be run twice under equal conditions."""
 
-    def __init__(
-        self, function: Callable[..., Any], args: list[Any], tensors: list[Tensor]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], args: list[Any]) -> None:
         self.function = function
         self.args = args
-        self.leaves = [tensor.is_leaf and not tensor._is_view() for tensor in tensors]
         self.random = _RandomState()
         self.autocast = _AutocastState()
 
@@ -197,7 +189,7 @@ class _Checkpoint(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)  # an output that is not used has no gradient, not zeros
-        with _without_graph(), _unchanged(tensors, "an argument"):
+        with _without_graph(), _unchanged(tensors):
             result = call(tensors)
         _none_hidden(_as_tuple(result))
         ctx.save_for_backward(*tensors)  # and their versions: later changes raise in backward()
@@ -219,8 +211,7 @@ class _Checkpoint(torch.autograd.Function):
         call: _Call = ctx.call
         needed = ctx.needs_input_grad[3:]
         stand_ins = [
-            _StandIn(tensor, needs, leaf)
-            for tensor, needs, leaf in zip(ctx.saved_tensors, needed, call.leaves, strict=True)
+            _StandIn(tensor, needs) for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad(), call.random.again(), call.autocast.again():
             _, outputs = _take_out(_as_tuple(call([stand_in.tensor for stand_in in stand_ins])))
@@ -243,7 +234,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     template, tensors = _take_out(args)
     rest: list[Any] = []
     anchor = torch.empty(0, requires_grad=True)
-    outputs = _Checkpoint.apply(_Call(function, template, tensors), rest, anchor, *tensors)
+    outputs = _Checkpoint.apply(_Call(function, template), rest, anchor, *tensors)
     kind, template = rest.pop()
     items = _put_in(template, outputs)
     if not issubclass(kind, tuple):
@@ -358,26 +349,17 @@ def backward_with_snapshots(
                     free = snapshots - len(kept)
                     stop = index + _next_snapshot(last + 1 - index, free + 1)
                     while index < stop:
-                        with _unchanged([value], f"the input of layer {index}"):
-                            output = layers[index](value)
-                        index, value = index + 1, output
-                        del output
+                        index, value = index + 1, layers[index](value)
                     if free:
                         kept.append(_Snapshot(index, value, _RandomState()))
             if kept[-1].index == last:
                 kept.pop()
             del start
 
-            first = last == 0
-            stand_in = _StandIn(
-                value,
-                requires_grad=x.requires_grad if first else _differentiable(value),
-                is_leaf=first and x.is_leaf and not x._is_view(),
-            )
+            stand_in = _StandIn(value, _differentiable(value) if last else x.requires_grad)
             del value
             with torch.enable_grad():
-                with _unchanged([stand_in.tensor], f"the input of layer {last}"):
-                    output = layers[last](stand_in.tensor)
+                output = layers[last](stand_in.tensor)
                 if loss is None:
                     output = loss_fn(output)
                     loss = output.detach().clone()  # not a view of something large
