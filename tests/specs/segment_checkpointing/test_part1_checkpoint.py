@@ -49,9 +49,8 @@ class TestPart1Checkpoint:
     @pytest.mark.works("checkpoint", "written here")
     def test_is_not_torchs_own(self, answer, device):
         model, x = mlp(7, 13, 5, device=device), draw.randn(11, 7, device=device).requires_grad_()
-        for function, *args in ((model, x), (model, x.detach()), (lambda: model(x),)):
-            step = lambda f=function, a=args: w.loss_of(answer.checkpoint(f, *a)).backward()  # noqa: E731
-            w.check_not_torchs_own(step)
+        for args in (model, x), (model, x.detach()), (lambda: model(x),):
+            w.check_not_torchs_own(lambda a=args: w.loss_of(answer.checkpoint(*a)).backward())
 
     @pytest.mark.exact("checkpoint", "gradients")
     @pytest.mark.filterwarnings("ignore:The .grad attribute")

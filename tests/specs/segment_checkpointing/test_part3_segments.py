@@ -39,8 +39,7 @@ def runs(answer, device, name, count, segments, want, times=1):
     out = answer.run_in_segments([*layers] * times, indices, segments)
     called = log[:]
     if out.requires_grad:
-        with torch.enable_grad():
-            w.loss_of(out).backward()
+        w.loss_of(out).backward()
     again = log[len(called) :]
     starts = [n for n, number in enumerate(again) if n == 0 or number != again[n - 1] + 1]
     lengths = [stop - start for start, stop in pairwise([*starts, len(again)])]
@@ -103,8 +102,6 @@ class TestPart3Segments:
             yield name, count, segments, want | {"of a layer": min(segments - 1, 1)}
         want = {"in the call": [0] * 6, "run again": 4, "of a layer": 4}
         yield "one layer six times in 3 segments", 1, 3, want, 6
-        with torch.no_grad():
-            yield "under no_grad", 7, 3, {"in the call": [*range(7)], "of a layer": 0}
 
     @pytest.mark.exact("run_in_segments", "sizes")
     @runs("the rest of the division goes to one segment, which then sets the peak")
@@ -142,9 +139,8 @@ class TestPart3Segments:
         count, segments = bad
         layers, log = w.chain(count, device)
         call = partial(answer.run_in_segments, layers, draw.randn(3, 5, device=device), segments)
-        for mode in (torch.enable_grad, torch.no_grad):
-            when = f"for {segments} segments of {count} layers under {mode.__name__}"
-            check_raises(mode()(call), ValueError, mentions=bad if count else [], when=when)
+        when = f"for {segments} segments of {count} layers"
+        check_raises(call, ValueError, mentions=bad if count else [], when=when)
         cause = "the numbers are checked when layers have run already"
         check_equal(log, [], "layers that ran", cause=cause)
 
