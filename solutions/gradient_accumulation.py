@@ -72,7 +72,7 @@ def accumulate(
         1. A parameter without a gradient in this window is not stepped, whatever it had before.
         2. A frozen parameter keeps its value. So does one that `optimizer` does not hold; its
            `grad` is not cleared, and may grow.
-        3. An error in model, loss or optimizer comes through, and no step is taken.
+        3. An error in model, loss or optimizer comes through, and no step follows.
         4. The cache of the caller's autocast has no weights from before the step.
     """
     samples = _count_samples(micro_batches)
@@ -196,13 +196,13 @@ def train_epoch(
         data       no micro-batch is taken before the previous window has stepped
         clipping   once a window, by the norm over all that `optimizer` holds
         scheduler  advances after each step taken
-        end        every held `grad` is None, after an error in a window too
+        end        once a window has begun, every held `grad` is None, errors or not
 
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
     Args:
         micro_batches: iterable of pairs.
-        window: micro-batches to a step, at least 1.
+        window: at least 1.
         dtype: torch.float32; others, and `scaler`, in details.
         max_norm: above 0.
 
@@ -213,16 +213,16 @@ def train_epoch(
         another window, dtype, scaler or max_norm; no micro-batch (0).
 
     Details:
-        1. Parameters without a gradient, and those of others, are as in `accumulate`. Gradients
-           are dense.
+        1. Parameters without a gradient, those of others, and autocast are as in `accumulate`.
+           Each window has gradients: dense, and not 16-bit.
         2. An error, or a bad micro-batch, ends the epoch before its window's step: finished
            windows count. If the first window is bad, older gradients may stay.
-        3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward outside
+        3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward after
            it; the loss is computed from the output as float32.
         4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
            before norm and clipping, and updated once.
         5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
-           stay. The scaler knows: neither norm nor loss nor weights tell.
+           stay. The scaler knows: norm, loss, weights and calls of step() do not tell.
         6. The peak of a window is that of `accumulate`, plus the data of two windows.
     """
     _check_epoch(window, dtype, scaler, max_norm)
@@ -316,12 +316,12 @@ def accumulate_on_ranks(
     *,
     ignore_index: int = -100,
 ) -> Tensor:
-    """`accumulate_tokens` over the windows of all ranks: one step, equal everywhere.
+    """`accumulate_tokens` over the windows of all ranks.
 
         divisor  labelled tokens of all ranks; DDP averages
+        window   as in `accumulate_tokens`, and equal everywhere
         sends    one all-reduce of at most 8 numbers before any forward; gradients only in
                  the last backward, by DDP
-        memory   as in `accumulate`
 
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
@@ -333,14 +333,14 @@ def accumulate_on_ranks(
         This rank's share of the mean loss; all add up to it.
 
     Raises:
-        on all ranks, if one has a bad window or none a labelled token.
+        on all ranks, if one has a bad window (and names it) or none a labelled token.
 
     Details:
         1. Any micro-batch, or a whole rank, may be without a labelled token.
         2. Ranks are those of `model.process_group`; no other group is involved.
         3. Afterwards, after an error too, DDP synchronises as before.
-        4. As in `accumulate`: old gradients, parameters without a gradient, autocast, and an error
-           that all ranks raise before their last loss.
+        4. As in `accumulate_tokens`: parameters without a gradient, 16-bit logits, autocast, and
+           an error that all ranks raise before their last loss.
     """
     tokens, problem = 0, None
     try:

@@ -25,7 +25,7 @@ Trace = dict[str, Any]  # the name of an observable, to what was seen of it
 
 # What it most likely means where an observable is otherwise; the first that is, is shown.
 MEANINGS = {
-    "outcome": "no check refuses this input, or an error is kept back",
+    "outcome": "no check refuses this input before it is used",
     "message": "the message does not say which value was wrong",
     "error of the next call": "an error leaves the scaler between unscale_ and update",
     "kept gradients": "the check comes too late: gradients are changed already",

@@ -27,7 +27,7 @@ from kit.memory.ruler import bytes_of, measure
 # A model and a window for it.
 Case = namedtuple("Case", "name model batches loss dtype", defaults=[torch.float32])
 CLASSES = 4096
-CASES = pytest.mark.parametrize("case", ["activations", "gradients", "wide_output"])
+CASES = pytest.mark.parametrize("case", ["gradients", "activations", "wide_output"])
 CASES_OF_TOKENS = pytest.mark.parametrize("case", [*CASES.args[1], "wide_output-bf16"])
 CAUSES = {
     "activations": "graphs are kept, or micro-batches are joined",

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 
 from kit.laws import twists
-from kit.laws.checks import in_scenario
+from kit.laws.checks import ERRORS, in_scenario
 from kit.laws.law import Law
 from kit.laws.suspects import suspects
 from kit.laws.trace import Planted, PlantedInterrupt, World, observe
-from kit.laws.twists import fails, foreign, frozen, stale
+from kit.laws.twists import fails, frozen, stale
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation import tokens as of_tokens
 from specs.gradient_accumulation.laws import FREE, MEANINGS, law
@@ -45,38 +45,38 @@ def _unlabelled(*windows):
     return Plan(windows, (never(4), stale, frozen, tag("no labels", "foreign")), ignore_index=4)
 
 
-GROUPS = {
+GROUPS = {  # by the clause of the contract
     "divisor": {
         "1 micro-batch and 3": Plan((((2, 5, 6),), ((1, 4, 3), (3, 3, 8), (2, 2, 1)))),
-        "2,049 tokens and 4, a model in bfloat16": Plan(
-            (((3, 700, 2049),), ((1, 4, 4),)), (of_tokens.IN_BFLOAT16,)
+        "older gradients, a group for each parameter": Plan(
+            UNEVEN, (twists.put(groups=True), twists.trained_before)
         ),
         "ignore_index 0, logits of hundreds, transposed": Plan(
             UNEVEN, (of_tokens.hundreds, of_tokens.transposed), ignore_index=0
         ),
     },
-    "no labels": {
+    1: {
         "rank 0 without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
         "rank 1 without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 4, 0),)),
     },
-    "older": {
-        "older gradients, a group for each parameter": Plan(
-            UNEVEN, (twists.unused, twists.put(groups=True), twists.trained_before)
+    4: {
+        "a parameter without a gradient": Plan(UNEVEN, (twists.unused,)),
+        "2,049 tokens and 4, a model in bfloat16": Plan(
+            (((3, 700, 2049),), ((1, 4, 4),)), (of_tokens.IN_BFLOAT16,)
         ),
-        "a foreign parameter": Plan(UNEVEN, (foreign, tag("foreign"))),
         "inside the caller's autocast, in eval mode": Plan(
             SEVERAL, (*IN_AUTOCAST, lambda w: w.model.eval())
         ),
     },
-    "after errors": {
+    3: {
         "the model fails, and the next call": Plan(SEVERAL, (fails("model", 2), tag("retried"))),
         "Ctrl-C in the model, and the next call": Plan(
             SEVERAL, (fails("model", 1, PlantedInterrupt), tag("retried"))
         ),
     },
-    "groups": {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
-    "bad": {
+    2: {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
+    "Raises": {
         "6 x 2 targets for 2 x 6 tokens, on rank 1": _bad({1: "6 x 2 targets for 2 x 6 tokens"}),
         "no length, on rank 0": _bad({0: "no length"}),
         "one tensor of two rows, on rank 1": _bad({1: "one tensor of two rows"}),
@@ -111,11 +111,11 @@ def scenario(name, rank):
 class RankLaw(Law):
     """What each rank does, side by side; a run on real ranks is one call."""
 
-    def hold_on(self, world, answer, group):
-        """Fail unless the answer does as the oracle on every rank, in each plan of the group."""
+    def hold_on(self, world, answer, clause):
+        """Fail unless the answer does as the oracle on every rank, in each plan of the clause."""
         __tracebackhide__ = True
         self.world = world
-        self.hold(answer, CPU, group)
+        self.hold(answer, CPU, clause, clause)
 
     def _see(self, answer, scenario, device):
         __tracebackhide__ = True
@@ -132,6 +132,10 @@ class RankLaw(Law):
             tags = {tag for row in rows for tag in row.pop("_world").tags}
             self._right[scenario] = _side_by_side(rows, tags)
         return self._right[scenario]
+
+    def _clause(self, difference):
+        is_late = difference.scenario in GROUPS["Raises"] and "outcome" not in difference.observable
+        return ERRORS if is_late else super()._clause(difference)
 
     def _suspects(self, answer):
         """Only what this spec must catch, and nothing that hangs: each takes a run on the ranks."""
@@ -171,15 +175,15 @@ def _side_by_side(rows, tags):
 
 
 OF_RANKS = {
-    "outcome|message": "Raises",
     "optimizer steps|gradients at": "divisor",
     "result": "Returns",
     "output for": 4,
-    "kept gradients": "Raises",
+    "kept gradients": "window",
     "synchronises": 3,
 }
 FOUND = MEANINGS | {
-    "gradients at": "another divisor than the tokens of all, or DDP's hooks are passed by",
+    "gradients at": "another divisor than the tokens of all, stale gradients, or DDP's hooks are "
+    "passed by",
     "result": "it is no share of the mean over the tokens of all ranks",
     "kept gradients": "this rank has begun its window before it knew of the others",
     "weights": "another step was taken: other tokens or ranks count, or old gradients do",

@@ -5,7 +5,6 @@ import math
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from kit.laws import draw, twists
 from kit.laws.toys import mse
@@ -17,7 +16,15 @@ def epoch():
     """Seven micro-batches in windows of three: the last window has one."""
     world = regression(3, 5, 2, 4, 1, 6, 2)
     world.options, world.gamma = {"window": 3}, 0.5
+    world.after.append(_watch_the_schedule)
     return world
+
+
+def _watch_the_schedule(w):
+    """It is a place where errors come from, too."""
+    if w.scheduler:
+        rates = w.scheduler.get_lr
+        w.scheduler.get_lr = lambda: w.visits("schedule") or rates()
 
 
 def regression(*sizes):
@@ -96,13 +103,6 @@ def not_finite(w):
     w.batches[1][1][:, 0], w.batches[2][1][:, 1] = math.inf, math.nan
 
 
-class Checkpointed(nn.Tanh):
-    """Runs again in the backward pass, in the older way that libraries still have."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
 HALF = option(max_norm=0.5)
 
 # Rows of several specs, as they yield them.
@@ -110,7 +110,6 @@ MODES = [
     ("dropout in train mode", insert(nn.Dropout)),
     ("dropout in eval mode", insert(nn.Dropout, train=False)),
     ("one layer in eval mode", insert(nn.Dropout, layer_train=False)),
-    ("a reentrant checkpoint", insert(Checkpointed)),
 ]
 STEPS = [
     ("Adam", put(adam={"lr": 0.01}), trained_before),
@@ -134,7 +133,7 @@ IN_AUTOCAST = twists.inside_autocast(torch.bfloat16), tag("the caller's autocast
 
 
 def failing(**places):
-    """Errors of three kinds, at such a visit of model, loss, backward pass, step or data."""
+    """Errors of three kinds, at such a visit of model, loss, backward, step, schedule or data."""
     kinds = {"an error": Planted, "Ctrl-C": PlantedInterrupt}
     kinds["out of memory"] = torch.OutOfMemoryError
     for (place, at), (kind, error) in itertools.product(places.items(), kinds.items()):
