@@ -1,4 +1,4 @@
-"""A right answer of another shape: a running mean of gradients, and windows undone on errors."""
+"""A right answer of another shape: a running mean of gradients, and a window read bit by bit."""
 
 from __future__ import annotations
 
@@ -40,11 +40,7 @@ def _pair(batch: Batch) -> Batch:
         raise ValueError(f"a micro-batch is a pair of tensors, not a {type(batch).__name__}")
     if len(batch) != 2:
         raise ValueError(f"a micro-batch has 2 parts, not {len(batch)}")
-    inputs, targets = batch
-    for part in (inputs, targets):
-        if not isinstance(part, Tensor) or part.dim() == 0:
-            raise ValueError(f"a part of a micro-batch is a tensor of samples, not {part!r}")
-    return inputs, targets
+    return batch
 
 
 def _samples(batch: Batch) -> int:
@@ -135,18 +131,13 @@ def _measure(params: list[Tensor]) -> tuple[Tensor, bool]:
 
 
 @contextmanager
-def _all_or_nothing(model: nn.Module, params: list[Tensor]) -> Iterator[None]:
-    """Leave no gradient; bring the buffers back if the window does not come to its end."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+def _without_gradients(params: list[Tensor]) -> Iterator[None]:
+    """Begin with no gradient, and leave none."""
     _drop_gradients(params)
     try:
         yield
-    except BaseException:
+    finally:
         _drop_gradients(params)
-        with torch.no_grad():
-            for b, value in buffers:
-                b.copy_(value)
-        raise
 
 
 # Part 1
@@ -220,7 +211,7 @@ def train_epoch(
     results: list[WindowResult] = []
     for first in source:
         params = _held(optimizer)  # anew: more may have joined
-        with _all_or_nothing(model, params):
+        with _without_gradients(params):
             samples = 0
             total = torch.zeros((), dtype=torch.float32)
             for batch in chain([first], islice(source, window - 1)):
@@ -243,14 +234,9 @@ def train_epoch(
                 if scaler is None:
                     optimizer.step()
                 else:
-                    try:
-                        scaler.step(optimizer)
-                    except BaseException:
-                        scaler.update(scaler.get_scale())
-                        raise
+                    scaler.step(optimizer)
             if scaler is not None:
                 scaler.update()
-            _drop_gradients(params)
             torch.clear_autocast_cache()  # a hook may have run the model before the step
         if finite and scheduler is not None:
             scheduler.step()

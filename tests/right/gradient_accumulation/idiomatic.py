@@ -33,11 +33,6 @@ def _check_pair(index: int, batch: Batch) -> Batch:
         raise ValueError(f"micro-batch {index} is a {type(batch).__name__}, not a pair of tensors")
     if len(batch) != 2:
         raise ValueError(f"micro-batch {index} has {len(batch)} parts, expected 2")
-    for part in batch:
-        if not isinstance(part, Tensor) or part.dim() == 0:
-            raise ValueError(
-                f"micro-batch {index} must hold two tensors (samples, ...), got {part!r}"
-            )
     return batch
 
 
@@ -203,11 +198,7 @@ def _train_window(
 
     if scaler is not None:
         scale = scaler.get_scale()
-        try:
-            scaler.step(optimizer)
-        except BaseException:
-            scaler.update(scale)  # forgets that these gradients were unscaled
-            raise
+        scaler.step(optimizer)
         scaler.update()
         skipped = scaler.get_scale() < scale  # it backs off after an overflow, and only then
     else:

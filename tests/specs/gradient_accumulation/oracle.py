@@ -66,15 +66,11 @@ def train_epoch(w):
 def data(w):
     """The micro-batches from an iterator, which notes how many steps were taken at each request."""
     requests = w.notes["steps taken at each request"] = []
-
-    def requested():
-        for batch in w.batches:
-            requests.append(len(w.steps))
-            w.visits("data")
-            yield batch
+    for batch in w.batches:
         requests.append(len(w.steps))
-
-    return w.batches if "list" in w.tags else requested()
+        w.visits("data")
+        yield batch
+    requests.append(len(w.steps))
 
 
 def _window(w, window):

@@ -78,8 +78,7 @@ GROUPS = {  # by the clause of the contract
     2: {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "Raises": {
         "6 x 2 targets for 2 x 6 tokens, on rank 1": _bad({1: "6 x 2 targets for 2 x 6 tokens"}),
-        "no length, on rank 0": _bad({0: "no length"}),
-        "one tensor of two rows, on rank 1": _bad({1: "one tensor of two rows"}),
+        "one tensor of two rows, on rank 0": _bad({0: "one tensor of two rows"}),
         "no micro-batch on rank 1": _bad({1: "nothing"}),
         "bad on both ranks": _bad({0: "4 targets for 5 tokens in each row", 1: "nothing"}),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),

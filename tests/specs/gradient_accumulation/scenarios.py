@@ -39,12 +39,12 @@ def regression(*sizes):
     return World(model, batches, sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
 
 
-def steps_by_hand(answer, device, data=list, **options):
+def steps_by_hand(answer, device, **options):
     """Loss and norm of each window and the weight, for w = 1, x = 1, y = 0, -1, -0.75; results."""
     model = nn.Linear(1, 1, bias=False).to(device)
     nn.init.constant_(model.weight, 1.0)
     optimizer, one = torch.optim.SGD(model.parameters(), lr=0.25), torch.ones(1, 1, device=device)
-    batches = data([(one, 0 * one), (one, -one), (one, -0.75 * one)])
+    batches = [(one, 0 * one), (one, -one), (one, -0.75 * one)]
     results = answer.train_epoch(model, batches, mse, optimizer, window=2, **options)
     numbers = [float(number) for result in results for number in result[:2]]
     return [*numbers, model.weight.item()], results
@@ -78,14 +78,11 @@ def repeated(w):
     w.after.append(again)
 
 
-def gradient_of_another(value=1.0, of_loss=False):
-    """Model or loss has a parameter of another optimizer, which is in the middle of a window."""
+def gradient_of_another(value=1.0):
+    """The model has a parameter of another optimizer, which is in the middle of a window."""
 
     def twist(w):
-        theirs = w.extra["theirs"] = nn.Parameter(torch.ones(3))
-        if of_loss:
-            w.loss_fn = nn.MSELoss()
-        (w.loss_fn if of_loss else w.model).register_parameter("theirs", theirs)
+        theirs = w.model.theirs = nn.Parameter(torch.ones(3))
         theirs.grad, w.foreign = torch.full((3,), value), (*w.foreign, "theirs")
 
     return twist
@@ -144,7 +141,6 @@ ERRORS = [*failing(model=3, backward=2, step=1)]
 NO_PAIRS = [
     ("no samples", (torch.ones(0, 7), torch.ones(0, 5)), 0),
     ("6 inputs and 1 target", (torch.ones(6, 7), torch.ones(1, 5)), 6, 1),
-    ("1 input and 6 targets", (torch.ones(1, 7), torch.ones(6, 5)), 1, 6),
     ("three tensors", (torch.ones(2, 7), torch.ones(2, 5), torch.ones(2))),
     ("one tensor of two rows", torch.ones(2, 7)),
     ("a dict of two tensors", {"inputs": torch.ones(2, 7), "labels": torch.ones(2, 5)}),

@@ -47,7 +47,6 @@ class TestPart1Accumulate:
     def test_gradients_and_loss_are_those_of_the_window_in_one_batch(self):
         """An average of averages lived in frameworks for years (huggingface/transformers#24725)."""
         yield ("9, 1 and 4 samples",)
-        yield "one micro-batch", scenarios.only(0)
         yield "the same micro-batch again", scenarios.repeated
         yield "samples of several lengths", scenarios.sequences
         yield from scenarios.LOSSES
@@ -65,7 +64,7 @@ class TestPart1Accumulate:
     @pytest.mark.saves("accumulate", "memory")
     @memory.CASES
     def test_peaks_as_one_micro_batch(self, answer, reference, device, case):
-        """Whatever the number of micro-batches; the formulas are in memory.py."""
+        """The formulas are in memory.py."""
         memory.check_peak(
             memory.of_samples(case, device),
             lambda module, c, optimizer: module.accumulate(c.model, c.batches, c.loss, optimizer),
@@ -82,8 +81,6 @@ class TestPart1Accumulate:
     @ACCUMULATED.spec()
     def test_leaves_frozen_and_foreign_parameters_alone(self):
         yield from scenarios.FOREIGN
-        theirs = scenarios.gradient_of_another(of_loss=True)
-        yield "a loss whose parameters another optimizer holds", theirs
 
     @pytest.mark.survives("accumulate", 3)
     @ACCUMULATED.spec()

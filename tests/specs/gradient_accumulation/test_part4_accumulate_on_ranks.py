@@ -108,7 +108,6 @@ class TestPart4AccumulateOnRanks:
 
     @pytest.mark.survives("accumulate_on_ranks", 3)
     def test_ddp_synchronises_again_after_an_error(self, answer, world):
-        """And the next window is like any other."""
         ON_RANKS.hold_on(world, answer, 3)
 
     @pytest.mark.survives("accumulate_on_ranks", 4)

@@ -85,19 +85,16 @@ class TestPart5MixedPrecision:
     @pytest.mark.exact("train_epoch", 4)
     @EPOCH.spec("fp16")
     def test_unscales_and_updates_once_a_window(self):
-        yield "clipped, a group for each parameter", HALF, put(groups=True)
         yield "a parameter without a gradient", unused, HALF
         yield "a foreign parameter", foreign, HALF, tag("foreign")
         often = twists.scaled(growth_interval=1, backoff_factor=0.9)
         yield "a scale that grows in every window, and falls little", often, gradient(math.inf, 4)
-        yield "the model fails", fails("model", 5)
         yield "the step fails", fails("step", 2), tag("the step fails")
         yield "an infinite gradient, clipped", gradient(math.inf), HALF
 
     @pytest.mark.exact("train_epoch", 5)
     @EPOCH.spec("bf16", "fp16")
     def test_an_overflow_in_any_micro_batch_skips_the_window_and_nothing_else_does(self):
-        """In bfloat16 nothing is skipped."""
         yield "an infinite gradient at 1", gradient(math.inf)
         yield "a NaN gradient at 7", gradient(math.nan, 7), twists.trained_before
         yield "a fused optimizer", gradient(math.inf, 4), FUSED, twists.trained_before, tag("fused")
@@ -114,7 +111,6 @@ class TestPart5MixedPrecision:
     def test_a_window_in_sixteen_bits_peaks_as_one_micro_batch(
         self, answer, reference, device, case
     ):
-        """One micro-batch in that precision; the formulas are in memory.py."""
         name, _, precision = case.partition("-")
         made = memory.of_samples(name, device, PRECISIONS[precision])
         memory.check_peak(made, memory.epoch, answer, reference)
