@@ -61,7 +61,7 @@ def rounding(w):
 
 
 def clauses(gradients, step, passes, autocast, kept):
-    """What each observable is about in the contract; the outcome is the spec's own business."""
+    """What each observable is about in the contract; nothing where it is what the spec is about."""
     return {
         "number of results": "windows",
         "output for": autocast,
@@ -107,5 +107,4 @@ ACCUMULATED = law(
     _accumulate, oracle.accumulate, partial(regression, 9, 1, 4), WINDOW_FREE, A_WINDOW
 )
 TOKENS = law(_tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, OF_TOKENS)
-OF_EPOCH = clauses(*["windows"] * 3, 1, "end")
-EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, OF_EPOCH)
+EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, clauses("", "", "", 1, "end"))

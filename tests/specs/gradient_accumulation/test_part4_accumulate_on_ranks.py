@@ -116,5 +116,4 @@ class TestPart4AccumulateOnRanks:
 
     @pytest.mark.survives("accumulate_on_ranks", "Raises")
     def test_a_bad_window_on_one_rank_is_refused_by_all(self, answer, world):
-        """Who raises alone leaves the others waiting for ever."""
         ON_RANKS.hold_on(world, answer, "Raises")
