@@ -3,8 +3,8 @@
 All figures are bytes (int). Memory belongs to storages: all views of a tensor share one, which
 counts once and in full. Tensors are dense.
 
-    errors  ValueError unless it says otherwise; each names the offending value, and comes before
-            any change
+    errors  ValueError unless it says otherwise; each names the offending value (a TypeError may
+            name its type), and comes before any change
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     """Bytes of a model's parameters, gradients and buffers, and of an optimizer's state.
 
         parameters  frozen ones too
-        gradients   of frozen parameters too; None is 0 bytes
+        gradients   of its parameters, frozen ones too; None is 0 bytes
         buffers     of every module, non-persistent ones too
         optimizer   tensors in `optimizer.state`; Adam has none before its first step
         sharing     a storage counts once, under the first of these kinds that has it
@@ -63,7 +63,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
 
     Details:
         1. A slice, an expanded or a strided tensor counts as the whole storage behind it.
-        2. Optimizer state may lie deep in lists, tuples and dicts.
+        2. Optimizer state may lie deep in lists, (named) tuples and (ordered) dicts.
         3. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
         4. A tensor on the meta device counts the bytes that it would take elsewhere.
         5. Model, gradients and optimizer stay as they are.
@@ -107,8 +107,9 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
                   one that somebody keeps, such as an auxiliary loss's
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     what it raises comes through and is not kept; the hooks on saved tensors are those
-                  from before; backward works, but need not notice changes in place
+        after     what it raises comes through, and `gc.collect()` frees it; the hooks on saved
+                  tensors are those from before; backward works, but need not notice changes in
+                  place
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -120,11 +121,11 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         TypeError: not a Module; names the type.
 
     Details:
-        1. What was saved for a graph that is gone does not count, even if the tensor lives on.
+        1. Sizes are those at the end. A graph that is gone does not count, even if its tensors live
+           on.
         2. A saved input counts. What `forward` packs with hooks of its own need not count.
         3. Once the caller drops the result, its graph is freed without the garbage collector.
-        4. Gradients, modes and the random stream are as `forward` alone leaves them, and no copies
-           are kept.
+        4. Gradients, modes, random stream and memory are as with `forward` alone.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
@@ -168,7 +169,7 @@ def peak_memory(
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
         retained  what the step frees is subtracted; a cycle not yet collected is alive
-        after     what it raises comes through and is not kept; no mode is left
+        after     what it raises comes through, and `gc.collect()` frees it; no mode is left
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
@@ -176,21 +177,20 @@ def peak_memory(
         step: called once; its result is dropped before `retained` is read.
         device: "cpu", "cuda" or "cuda:N", or a torch.device; only its memory counts.
         existing: older tensors that the step uses or frees, gradients and optimizer state too; on
-            the cpu, the baseline.
+            the cpu, the baseline. Those not listed may count as new.
 
     Raises:
-        a device that is neither cpu nor cuda (mps, meta), or is not there.
+        another of torch's devices (mps, meta), or a cuda device that is not there.
 
     Details:
-        1. Every dtype counts, and every operation, under no_grad too. Temporaries inside one
-           operation need not count.
-        2. An iterator `existing` is emptied, and no tensor is kept: the step can free each. A list
-           would keep them.
+        1. Every dtype counts, and every operation, under the caller's no_grad too. Temporaries
+           inside one operation, or between two, need not count.
+        2. `existing` may be an iterator: empty it, and keep no tensor that the step may free.
         3. The peak is at least the baseline; what an earlier measurement has seen does not count.
-        4. A tensor that an operation makes larger (`resize_`, `out=`) counts with its new size.
-        5. `untyped_storage().resize_(n)`, by which FSDP frees parameters and gathers them, is no
-           operation: the size of the moment counts.
-        6. On cuda the allocator's bytes count, on the cpu tensors'.
+        4. Sizes are read after each operation and at the end. `resize_` and `out=` make tensors
+           larger; FSDP frees and gathers parameters by `untyped_storage().resize_(n)`, which is no
+           operation.
+        5. On cuda the allocator's bytes count, on the cpu tensors'.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -278,6 +278,7 @@ def training_bytes(
         master_adam   2+2+12: fp32 master weights and two moments
         lora_16bit    frozen weights of 2, and `trainable` adapter parameters as adam
         lora_4bit     frozen weights of 1/2, and adapters likewise
+
         zero          stage 1 divides optimizer state by ranks, 2 also gradients, 3 also weights
 
         >>> training_bytes(7_500_000_000, "master_adam", zero_stage=3, ranks=64)
@@ -294,11 +295,11 @@ def training_bytes(
         other recipes, stages and ranks; a negative count; `trainable` missing or out of place.
 
     Details:
-        1. Shards are padded: a divided part is ceil(parameters / ranks) parameters on every rank.
-        2. Stage 3 divides frozen weights too.
-        3. Results are exact for every count; half a byte is rounded up.
-        4. 0 parameters or adapters are fine.
-        5. A float raises TypeError, even a whole one (7e9).
+        1. Shards are padded: every rank has ceil(parameters / ranks) of a divided part, frozen
+           weights (stage 3) and adapters apart.
+        2. Results are exact for every count; half a byte is rounded up.
+        3. 0 parameters or adapters are fine.
+        4. A float for any number raises TypeError, even a whole one (7e9).
     """
     counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}
     if trainable is not None:

@@ -70,7 +70,7 @@ def on_one_storage(*kinds):
 
 class TestPart1StateBytes:
     @pytest.mark.works("state_bytes", "optimizer")
-    @counts("a kind is left out, or the state is guessed from the optimizer's kind")
+    @counts("read all of `optimizer.state`: not by its groups, its kind or its state_dict()")
     def test_counts_parameters_gradients_and_optimizer_state(self):
         """Adam: two moments for each of 70 parameters, a float32 step counter for each tensor."""
         adam = Adam((model := trained(13, 5)).parameters())

@@ -77,12 +77,6 @@ class TestPart2SavedBytes:
         yield "deep in the result", 4 * 36, lambda: {"out": [(x.exp(), None)]}
         yield "a loss that is kept, and not returned", 4 * 36, lambda: kept.append(x.exp())
         yield "an auxiliary loss", 4 * 36 + 4 * 36, lambda: (keep(x.sigmoid().mean()), x.tanh())[1]
-        with torch.no_grad():
-            yield "under the caller's no_grad", 0, lambda: x.exp()
-            yield "gradients on inside of it", 4 * 36, lambda: torch.enable_grad()(x.exp)()
-        back = lambda **keep: ((y := x.exp().tanh()).sum().backward(**keep), y)[1]  # noqa: E731
-        yield "a graph that went backward", 0, back
-        yield "a graph that may go backward again", 2 * 4 * 36, partial(back, retain_graph=True)
         slope = lambda: grad(x.sin().sum(), x, create_graph=True)  # noqa: E731
         yield "a gradient with a graph: of x, and the 1 that it starts from", 4 * 36 + 4, slope
 
@@ -193,6 +187,9 @@ class TestPart2SavedBytes:
         around = lambda: (x.cos().sum().item(), x.sin(), x.cos().sum().item())[1]  # noqa: E731
         yield "metrics before and after, of what is saved", 4 * 64, around
         yield "a storage that was emptied", 4 * 64, lambda: emptied(x.sigmoid()).tanh()
+        back = lambda **keep: ((y := x.exp().tanh()).sum().backward(**keep), y)[1]  # noqa: E731
+        yield "it went backward", 0, back
+        yield "it may go backward again", 2 * 4 * 64, partial(back, retain_graph=True)
 
     @pytest.mark.survives("saved_bytes", 2)
     @counts("what was there before is left out")
@@ -217,23 +214,25 @@ class TestPart2SavedBytes:
     @pytest.mark.survives("saved_bytes", 4)
     def test_changes_nothing_that_forward_does_not(self, answer, device):
         model = mlp(4, 3, 2, device=device, activation=nn.Dropout)
-        x, kept = torch.ones(5, 4, device=device), []
+        x, kept, modes = torch.ones(5, 4, device=device), [], []
 
         def forward(error):
+            modes.append(torch.is_grad_enabled())
+            torch.set_grad_enabled(True)
             kept.append(model(x))
             model(x).sum().backward()
-            torch.set_grad_enabled(False)
+            torch.set_grad_enabled(not modes[-1])
             model[1].eval()
             if error:
                 raise error
 
-        def left_by(run, error):
+        def left_by(run, error, mode):
             draw.seed(5)
             model.train()[0].eval()  # one layer is frozen, the others train
             model.zero_grad()
             model[0].weight.grad = torch.ones_like(model[0].weight)
             step, alive = lambda: run(partial(forward, error)), None
-            with torch.enable_grad():
+            with torch.set_grad_enabled(mode):
                 with suppress(KeyError):
                     alive = measure(step, device, known=[model, x]).retained
                 return {
@@ -244,10 +243,12 @@ class TestPart2SavedBytes:
                     "the next random numbers": draw.next_random(device),
                 }
 
-        cause = "copies are saved, gradients cleared, or a mode or random state is put back"
-        for error in (None, KeyError):
-            want = left_by(lambda forward: forward(), error)
-            got = left_by(lambda forward: answer.saved_bytes(forward, model), error)
+        cause = "copies are saved, or more than graphs hold; gradients go, or a mode is put back"
+        for error, mode in ((None, False), (KeyError, True)):
+            want = left_by(lambda forward: forward(), error, mode)
+            got = left_by(lambda forward: answer.saved_bytes(forward, model), error, mode)
+            turned = "gradients are turned on or off for it"
+            check_equal(modes[-1], mode, "grad mode in `forward`", cause=turned)
             draw.seed(5)
             again = {**want, "the next random numbers": draw.next_random(device)}
             suspects = {"the random state is put back to where it was before": again}
