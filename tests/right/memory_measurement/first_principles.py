@@ -32,24 +32,6 @@ class PeakMemory(NamedTuple):
 # What the parts share
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor: one for a dense tensor, several for a sparse one."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
-        inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = [getattr(tensor, name) for name in inner]
-    elif tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        yield tensor.untyped_storage()
-        return
-    for part in parts:
-        yield from _storages(part)
-
-
 def _tensors(root: object) -> Iterator[Tensor]:
     """Every tensor in nested containers."""
     todo, seen = [root], {}
@@ -75,10 +57,10 @@ class _Tally:
     def claim(self, tensors: Iterable[Tensor]) -> int:
         total = 0
         for tensor in tensors:
-            for storage in _storages(tensor):
-                if storage._cdata not in self._held:
-                    self._held[storage._cdata] = storage
-                    total += storage.nbytes()
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._held:
+                self._held[storage._cdata] = storage
+                total += storage.nbytes()
         return total
 
 
@@ -125,8 +107,6 @@ class _Slip:
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    if not callable(forward):
-        raise TypeError(f"forward must be callable, not {type(forward).__name__}")
     _check_module(model)
     ledger: list[weakref.ref[_Slip]] = []
 
@@ -192,13 +172,12 @@ class _LiveStorages(TorchDispatchMode):
         # we had not been told of it. torch.tensor(...) is the exception: lift_fresh shows it first.
         passed = set()
         if func is not torch.ops.aten.lift_fresh.default:
-            for tensor in _tensors((args, kwargs)):
-                passed.update(storage._cdata for storage in _storages(tensor))
+            passed = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
         for tensor in _tensors(out):
-            for storage in _storages(tensor):
-                if storage._cdata in self._known or storage._cdata not in passed:
-                    self.enter(storage)
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._known or storage._cdata not in passed:
+                self.enter(storage)
         return out
 
 
@@ -234,10 +213,10 @@ def peak_memory(
 
     watch = _LiveStorages()
     try:
+        tensor = None
         for tensor in existing:
-            for storage in _storages(tensor):
-                watch.enter(storage)
-        tensor = storage = None
+            watch.enter(tensor.untyped_storage())
+        del tensor
         del existing  # nothing here may keep alive what the step frees
         baseline = watch.live
         resize = torch.UntypedStorage.resize_
@@ -306,7 +285,7 @@ def training_bytes(
     if trainable is not None:
         counts["trainable"] = trainable
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, not {value!r}")
     if not isinstance(recipe, str) or recipe not in _RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; one of {', '.join(_RECIPES)}")

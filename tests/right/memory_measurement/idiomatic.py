@@ -30,33 +30,15 @@ class PeakMemory(NamedTuple):
 # Storages
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor: one if it is strided, several if it is sparse or a wrapper."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
-            yield part.untyped_storage()
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
-            yield part.untyped_storage()
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-
-
 def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Bytes of the storages of `tensors` that are not in `seen`, and put them there."""
     total = 0
     for tensor in tensors:
-        for storage in _storages(tensor):
-            # _cdata, not data_ptr: the latter is 0 for every storage on the meta device.
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                total += storage.nbytes()
+        storage = tensor.untyped_storage()
+        # _cdata, not data_ptr: the latter is 0 for every storage on the meta device.
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
     return total
 
 
@@ -106,8 +88,6 @@ class _Saved:
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    if not callable(forward):
-        raise TypeError(f"forward must be callable, not {type(forward).__name__}")
     _check_module(model)
     saved: list[weakref.ref[_Saved]] = []
 
@@ -142,18 +122,16 @@ class _LiveStorages(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def track(self, tensor: Tensor, foreign: frozenset[int] | set[int] = frozenset()) -> None:
-        for storage in _storages(tensor):
-            if storage.device.type != "cpu":
-                continue
-            key, nbytes = storage._cdata, storage.nbytes()
-            if key in self._live:
-                counted, ref = self._live[key]  # in place; it may have been resized
-            elif key in foreign:
-                continue
-            else:
-                counted, ref = 0, weakref.ref(storage, lambda _, key=key: self._release(key))
-            self._live[key] = (nbytes, ref)
-            self.current += nbytes - counted
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if storage.device.type != "cpu" or (key in foreign and key not in self._live):
+            return
+        if key in self._live:
+            counted, ref = self._live[key]  # in place; it may have been resized
+        else:
+            counted, ref = 0, weakref.ref(storage, lambda _: self._release(key))
+        self._live[key] = (nbytes, ref)
+        self.current += nbytes - counted
         self.peak = max(self.peak, self.current)
 
     def _release(self, key: int) -> None:
@@ -176,10 +154,9 @@ class _LiveStorages(TorchDispatchMode):
         foreign: set[int] = set()
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor: its argument is new
             foreign = {
-                storage._cdata
+                leaf.untyped_storage()._cdata
                 for leaf in tree_leaves((args, kwargs))
                 if isinstance(leaf, Tensor)
-                for storage in _storages(leaf)
             }
         self.reread()
         out = func(*args, **kwargs)
@@ -263,7 +240,7 @@ def training_bytes(
     if trainable is not None:
         counts["trainable"] = trainable
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, not {value!r}")
     if not isinstance(recipe, str) or recipe not in _RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; one of {', '.join(_RECIPES)}")
