@@ -105,6 +105,7 @@ def test_what_is_nearly_right_says_what_is_wrong_with_it(got, want, words):
         (0 * ONE, None, "gradient of x", "zeros are there"),
         (None, ONE, "kept gradients of x", "it was there, and has been cleared"),
         (ONE, None, "kept gradients of x", "it has not been cleared"),
+        ("the error that this scenario raises", "ValueError", "outcome", "it is refused too late"),
     ],
 )
 def test_a_gradient_that_is_there_or_not_there_says_what_is_wrong_with_it(got, want, what, words):

@@ -24,11 +24,11 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ import torch
 from kit.answers.marks import subject_of
 from kit.answers.reset_torch import reset_torch
 from kit.laws.checks import SpecFailure, check_equal, in_scenario
-from kit.laws.equal import Raised, same
+from kit.laws.equal import Raised, narrowed, same
 from kit.laws.suspects import Suspect, ending, explained, suspects
 from kit.memory.gpu import ends_the_gpu
 from kit.private_torch import ENGINE
@@ -68,6 +68,7 @@ def scenarios(
     what: str,
     computed: Computed = lambda got, want: None,
     rule: Callable[[ModuleType], str] = lambda answer: "",
+    clauses: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Judge], Callable[[str], Callable[[Any], Any]]]:
     """Make of a function that judges one scenario a decorator for specs that yield some.
 
@@ -75,6 +76,8 @@ def scenarios(
         what: is compared, in words.
         computed: what a difference can only mean, if it is one of that kind.
         rule: which wrong rule an answer follows, if it does so wherever one looks.
+        clauses: what the name of a part that differs begins with, to the clause about it, where
+            that is another than the spec's own.
     """
 
     def with_judge(judge: Judge) -> Callable[[str], Callable[[Any], Any]]:
@@ -84,7 +87,8 @@ def scenarios(
                     __tracebackhide__ = True
                     here = functools.partial(worlds, self)
                     known = lambda got, want: computed(got, want) or rule(answer)  # noqa: E731
-                    _hold(answer, device, judge, here, what, cause, known, subject_of(spec)[0])
+                    function = subject_of(spec)[0]
+                    _hold(answer, device, judge, here, what, cause, known, function, clauses)
 
                 spec = as_spec(worlds, hold)
                 return spec
@@ -118,6 +122,7 @@ def _hold(
     cause: str,
     computed: Computed,
     function: str,
+    clauses: Mapping[str, str],
 ) -> None:
     __tracebackhide__ = True
     given, error = _given(answer, device, judge, worlds)
@@ -144,9 +149,10 @@ def _hold(
             cause = "; or ".join(f'{each.heading} ("{each.belief}")' for each in entries)
     if want is not _NO_ERROR:
         believed = believed or computed(got, want)
-    known = {believed: got} if believed else {}
+    known, first = {believed: got} if believed else {}, narrowed(got, want, what)[2]
+    clause = next((c for start, c in clauses.items() if first.startswith(start)), "")
     try:
-        check_equal(got, want, what, cause=cause, suspects=known)
+        check_equal(got, want, what, cause=cause, suspects=known, clause=clause)
     except SpecFailure as failure:
         raise in_scenario(failure, *broken, tried=0 if error else len(given)) from None
 

@@ -37,7 +37,7 @@ MEANINGS = {
     "skipped": "see whether the optimizer stepped: no norm, loss or scale tells, and a fused "
     "one is called and skips inside, by its `found_inf`",
     "loss": "it is still scaled, the loss's own tensor and no copy, or with its graph",
-    "grad_norm": "it is still scaled, clipped, or not over all that was trained",
+    "grad_norm": "still scaled, clipped, of older gradients, or not over all that was trained",
     "gradients at": "they are still scaled, stale, or clipped in another way",
     "optimizer steps": "a step too many, or none",
     "rate": "the schedule is ahead of the steps, or behind",
@@ -52,15 +52,19 @@ MEANINGS = {
 
 
 class Planted(OSError):
-    """An error that the scenario raises; it must come through."""
+    """An error that the scenario raises at a place; it must come through."""
 
-    words = "the error that this scenario raises"
+    @property
+    def words(self) -> str:
+        return f"the error that this scenario raises in its {self}"
 
 
 class PlantedInterrupt(KeyboardInterrupt):
-    """A Ctrl-C that the scenario raises."""
+    """A Ctrl-C that the scenario raises at a place."""
 
-    words = "the Ctrl-C of this scenario"
+    @property
+    def words(self) -> str:
+        return f"the Ctrl-C of this scenario in its {self}"
 
 
 class Probe(nn.Module):
@@ -210,7 +214,8 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return _laid_out_on(device, batch)
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_moved(part, device) for part in batch)
+        parts = [_moved(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, dict):
         return {key: _moved(part, device) for key, part in batch.items()}
     return batch

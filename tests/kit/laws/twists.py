@@ -71,7 +71,10 @@ def inside_autocast(dtype: torch.dtype, *, cache: bool = True, enabled: bool = T
             with torch.autocast(w.device.type, dtype, cache_enabled=cache, enabled=enabled):
                 w.model(w.batches[0][0])
                 yield
-                w.notes["output for the caller afterwards"] = w.model(w.batches[0][0]).detach()
+                seen = w.model(w.batches[0][0])
+                torch.clear_autocast_cache()
+                of_now = torch.equal(seen, w.model(w.batches[0][0]))
+                w.notes["output for the caller"] = "of new weights" if of_now else "of old weights"
 
         w.inside.append(outer)
 
@@ -172,6 +175,11 @@ class Pair(NamedTuple):
     y: Tensor
 
 
+def in_pairs(w: World) -> None:
+    """Batches with names, which a DataLoader keeps."""
+    w.batches = [Pair(*batch) for batch in w.batches]
+
+
 def overwritten_loss(w: World) -> None:
     """After the call other numbers are written where the losses were, as a CUDA graph does."""
     inner, after = w.loss, ExitStack()
@@ -257,7 +265,7 @@ def fails(
         def visit(where: str) -> None:
             counts[where] = counts.get(where, 0) + 1
             if where == place and counts[where] == at:
-                raise error("planted")
+                raise error(place)
 
         w.visits, w.tags = visit, {*w.tags, "planted"}
         w.model.register_forward_pre_hook(lambda *_: visit("model"))
