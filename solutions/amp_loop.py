@@ -1,9 +1,9 @@
 """AMP loop: mixed precision without losing a gradient or a byte.
 
-    untouched  modes, hooks and training flags stay as they were, after an error too; nothing is
-               written to data, and no seed is set
-    errors     ValueError unless it says otherwise; each names the offending value, and comes before
-               any change
+    untouched  modes, hooks, training flags and data stay as they were, after an error too; no seed
+               is set
+    errors     ValueError unless it says otherwise; each names the offending value and changes
+               nothing
 
 Gradients are dense.
 
@@ -91,8 +91,8 @@ def train_step(
         2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
            gradient is open.
         3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
-           factor may be torch's.
-        4. `dtype` holds inside the caller's autocast, whose cache keeps no old weights.
+           factor may be torch's; a norm below 1e-12 may be 0.
+        4. The caller's autocast changes none of this, and its cache keeps no old weights.
         5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
            next call works.
     """
@@ -199,8 +199,8 @@ def _check_batch(batch: Batch) -> None:
 class LossScaler:
     """A dynamic loss scaler that behaves as torch.amp.GradScaler.
 
-        scale     multiplies the loss, a 16-bit one as float32, and keeps its graph
-        unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
+        scale     multiplies the scalar loss, a 16-bit one as float32, and keeps its graph
+        unscale_  looks for infinities and NaNs, and divides the optimizer's gradients in place
         step      unscales if that was not done, then steps unless something was found
         update    scale x backoff_factor after an overflow; scale x growth_factor after
                   `growth_interval` good updates in a row
@@ -223,7 +223,7 @@ class LossScaler:
         2. A float16 gradient is a ValueError: the model was cast.
         3. Huge finite gradients are no overflow.
         4. unscale_ takes less memory than three times the largest gradient.
-        5. A parameter without a gradient is left alone.
+        5. A parameter without a gradient is left alone, if another has one.
         6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
            after its step, update before either.
     """
@@ -279,13 +279,12 @@ class LossScaler:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
-        # An infinity or a NaN stays in a sum, which reads what the division has just written.
-        sums = [grad.div_(self._scale).sum() for grad in grads]
-        finite = _all_finite(sums)
-        if not finite:  # or a sum of huge finite ones has overflowed, which extremes never do
-            extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]
-            finite = _all_finite(extremes)
+        # A sum of finite numbers may overflow. One bool(), as each waits for the device.
+        extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]
+        finite = not extremes or bool(torch.stack(extremes).isfinite().all())
         self._overflow[id(optimizer)] = not finite
+        for grad in grads:
+            grad.div_(self._scale)
 
     def step(self, optimizer: Optimizer) -> None:
         """Step, unless they overflowed."""
@@ -378,8 +377,8 @@ def save_checkpoint(
 ) -> None:
     """Write what the next step needs to a file.
 
-        saved   the state of each argument, and the random state of CPU and GPUs
-        atomic  a save that fails leaves what was there, and no other file
+        saved   each argument's state (tensors and plain values), and torch's random state
+        atomic  a failed save leaves the folder as it was; `path` plus a suffix is its own
 
     Args:
         path: string or path.
@@ -426,11 +425,6 @@ def load_checkpoint(
     torch.cuda.set_rng_state_all(state["cuda_random"][: torch.cuda.device_count()])
 
 
-def _all_finite(numbers: list[Tensor]) -> bool:
-    """Waits for the device, once for all."""
-    return not numbers or bool(torch.stack(numbers).isfinite().all())
-
-
 def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
     """Load each part; where one refuses, all are as before."""
     before = {name: part.state_dict() for name, part in parts.items()}
@@ -460,7 +454,7 @@ class MasterWeights:
                  rounded in place. Returns False, and moves nothing, if one is infinite or NaN after
                  the division
         memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
-        state    the masters and the optimizer's state
+        state    the masters and the optimizer's state, copied or not
 
     Args:
         model: its trainable parameters are float16 or bfloat16.
@@ -468,14 +462,13 @@ class MasterWeights:
 
     Raises:
         a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; a state of other masters; any error: its
-        optimizer refuses its state.
+        loss_scale that is not positive and finite; masters of other shapes in a state; any error:
+        its optimizer refuses its state.
 
     Details:
-        1. Gradients are widened before they are divided: 2**-14 / 65536 is 0 in float16.
-        2. A frozen parameter has no master and may have any dtype. A tied one has one master.
-        3. A parameter without a gradient is left alone, its moments too.
-        4. A loaded state stays as it is.
+        1. A frozen parameter has no master and may have any dtype. A tied one has one master.
+        2. A parameter without a gradient is left alone, its moments too.
+        3. Loading copies: steps do not change the loaded state.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def _shared(w: World) -> Any:
 
 
 SCALERS: dict[str, Twist] = {
-    "not torch's": _scaler(lambda w: OnlyItsProtocol(w.grad_scaler)),
+    "with the protocol's methods alone": _scaler(lambda w: OnlyItsProtocol(w.grad_scaler)),
     "with a scale that stays": _scaler(lambda w: Static(w.device.type, **(w.scaler or {}))),
     "shared with a model that overflows": _scaler(_shared),
     # It is called after an overflow too, and skips by itself.

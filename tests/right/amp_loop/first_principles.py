@@ -6,7 +6,6 @@ import copy
 import enum
 import math
 import os
-import random
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -109,15 +108,9 @@ def train_step(
     inputs, targets = batch
     kind = inputs.device.type
     params = _held_params(optimizer)
-    ids = {id(p) for p in params}
-
     for param in params:
         param.grad = None
-    # The backward pass reaches parameters that are none of ours; their gradients are put by.
-    others = [(p, p.grad) for p in model.parameters() if id(p) not in ids and p.requires_grad]
     try:
-        for param, _ in others:
-            param.grad = None
         torch.clear_autocast_cache()  # the caller's: it outlives the weights
         with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
             loss = loss_fn(model(inputs).float(), targets).float()
@@ -125,13 +118,7 @@ def train_step(
             (loss if scaler is None else scaler.scale(loss)).backward()
     finally:
         torch.clear_autocast_cache()  # and ours, after an error too
-        for param, grad in others:
-            param.grad = grad
 
-    if all(param.grad is None for param in params):
-        # Nothing to look at, nothing to step: the scaler is not asked, as it would refuse.
-        optimizer.step()
-        return StepResult(loss.detach().reshape(()).clone(), loss.new_zeros(()), False)
     if scaler is not None:
         scaler.unscale_(optimizer)
     grads = [p.grad for p in params if p.grad is not None]
@@ -301,31 +288,6 @@ def train(
     return results
 
 
-def _hidden_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What the forward pass depends on and state_dict leaves out, by module."""
-    return {
-        name: {
-            "buffers": {
-                key: module._buffers[key] for key in sorted(module._non_persistent_buffers_set)
-            },
-        }
-        for name, module in model.named_modules()
-    }
-
-
-def _restore_hidden_state(model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    for name, module in model.named_modules():
-        if name not in state:
-            continue
-        for key, saved in state[name]["buffers"].items():
-            now = module._buffers.get(key)
-            if now is not None and saved is not None and now.shape == saved.shape:
-                now.copy_(saved)
-            else:
-                like = now if now is not None else next(model.parameters(), saved)
-                module._buffers[key] = None if saved is None else saved.to(like.device)
-
-
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -336,15 +298,11 @@ def save_checkpoint(
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     state = {
         "model": model.state_dict(),
-        "hidden": _hidden_state(model),
         "optimizer": optimizer.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "random": {
-            "python": random.getstate(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-        },
+        "random": torch.get_rng_state(),
+        "cuda_random": torch.cuda.get_rng_state_all() if cuda else [],
     }
     # Written beside the target and moved over it at the end: there is never half a file at `path`.
     target = os.path.realpath(os.fspath(path))
@@ -387,13 +345,10 @@ def load_checkpoint(
         if isinstance(error, LookupError):
             raise ValueError(f"a state without {error}") from error
         raise
-    with torch.no_grad():
-        _restore_hidden_state(model, state["hidden"])
     # The random state last, so that nothing above has drawn from it.
-    random.setstate(state["random"]["python"])
-    torch.set_rng_state(state["random"]["torch"])
+    torch.set_rng_state(state["random"])
     if torch.cuda.is_available():
-        for index, rng in enumerate(state["random"]["cuda"][: torch.cuda.device_count()]):
+        for index, rng in enumerate(state["cuda_random"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(rng, index)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 import os
-import random
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -103,21 +102,12 @@ def train_step(
     loss = loss.float()
     true_loss = loss.detach().clone()
 
-    # Not backward(inputs=params): reentrant checkpoints would lose their gradients without a word.
-    trained = {id(p) for p in params}
-    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
-    others = [(p, p.grad) for m in modules for p in m.parameters() if id(p) not in trained]
-    for p, _ in others:
-        p.grad = None
     try:
         with torch.autocast(inputs.device.type, enabled=False):
             (loss if scaler is None else scaler.scale(loss)).backward()
     finally:
         torch.clear_autocast_cache()  # checkpointed layers have cast once more
-        for p, grad in others:
-            p.grad = grad
-    with_grads = any(p.grad is not None for p in params)
-    if scaler is not None and with_grads:
+    if scaler is not None:
         scaler.unscale_(optimizer)
 
     grads = _grads(params)
@@ -130,7 +120,7 @@ def train_step(
             factor *= 2.0**64
         torch._foreach_mul_(grads, factor)
 
-    if scaler is None or not with_grads:  # a scaler refuses a step of nothing
+    if scaler is None:
         optimizer.step()
         return StepResult(true_loss, norm.float(), False)
     overflows: list[bool] = []  # one for each step; a fused optimizer steps over its own
@@ -306,14 +296,11 @@ def save_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    persistent = model.state_dict()
     checkpoint = {
-        "model": persistent,
-        "other_buffers": {n: b for n, b in model.named_buffers() if n not in persistent},
+        "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "python_rng": random.getstate(),
         "cpu_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -364,13 +351,8 @@ def load_checkpoint(
         model.load_state_dict(before[0])
         optimizer.load_state_dict(before[1])
         raise
-    buffers = dict(model.named_buffers())
-    with torch.no_grad():
-        for name, value in checkpoint["other_buffers"].items():
-            buffers[name].copy_(value)
     if scaler is not None:
         scaler.load_state_dict(checkpoint["scaler"])
-    random.setstate(checkpoint["python_rng"])
     torch.set_rng_state(checkpoint["cpu_rng"])
     if checkpoint["cuda_rng"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])

@@ -20,6 +20,7 @@ from specs.amp_loop.laws import held, laid_otherwise
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.003)
+TINY = partial(torch.optim.SGD, lr=2.0**-126)
 SMALL = partial(torch.optim.SGD, lr=2.0**-12)
 GROUPS = lambda masters: SGD([{"params": masters[1:]}, {"params": masters[:1], "lr": 0.5}])  # noqa: E731
 
@@ -158,7 +159,7 @@ def first_wrong(got, want):
     return next((MEANS[kind] for kind in MEANS if any(n.startswith(kind) for n in wrong)), None)
 
 
-@scenarios("MasterWeights", first_wrong)
+@scenarios("MasterWeights", first_wrong, clauses={"float32 gradients kept": "memory"})
 def agrees(answer, device, name, script, optimizer=SGD, build=layer):
     sides = (Side(make, build, optimizer) for make in (answer.MasterWeights, Twin))
     return tuple(play(side, script) for side in sides)

@@ -14,7 +14,6 @@ from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.sequences import for_all
-from kit.laws.snapshot import Snapshot
 from kit.laws.trace import kept
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import held, laid_otherwise
@@ -61,7 +60,7 @@ class Side:
         if bad is not None:
             flat[at] = bad
         for n, (p, part) in enumerate(zip(held(optimizer), flat.split(sizes), strict=True)):
-            p.grad = None if n == missing else laid_otherwise(part.view(p.shape))
+            p.grad = None if n == missing else laid_otherwise(part.view(p.shape).to(p.dtype))
 
     def scaled(self, dtype):
         """A loss of 1.1, scaled, whether it has a graph, and the loss afterwards."""
@@ -135,11 +134,13 @@ class TestPart2LossScaler:
                 yield f"{dtype}, scale {scale}", f"scaled({dtype!r})", {"init_scale": scale}
 
     @pytest.mark.exact("LossScaler", "unscale_")
-    @agrees("not every element of every gradient is looked at")
+    @agrees("an element is not looked at, or a gradient without any ends the search")
     def test_finds_an_overflow_anywhere(self):
         """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
         for at, bad in zip(range(COUNT), cycle((inf, -inf, nan))):
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
+        shapes = {"shapes": ((7,), (0, 2), ())}
+        yield "a parameter without elements", rounds(None, inf, None), GROWING | shapes
 
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once, count good steps in a row, and start over after both")
@@ -151,10 +152,10 @@ class TestPart2LossScaler:
         yield "growing at every step", rounds(None, None, inf, None), {"growth_interval": 1}
 
     @pytest.mark.exact("LossScaler", "step")
-    @agrees("gradients are unscaled twice or not at all, or update() asks who has stepped")
+    @agrees("gradients are unscaled twice or not at all")
     def test_step_unscales_unless_that_was_done(self):
-        """With unscale_ and clipping before it, without, and with an update without a step."""
-        ways = "unscale_(a); step(a)", "step(a)", "unscale_(a)", "unscale_(a); clip(a); step(a)"
+        """With unscale_ and clipping before it, and without."""
+        ways = "unscale_(a); step(a)", "step(a)", "unscale_(a); clip(a); step(a)"
         for bad, calls in product((None, inf, nan), ways):
             yield f"{bad}: {calls}", f"{rounds(bad, calls=calls)}; {rounds(None)}"
 
@@ -174,7 +175,7 @@ class TestPart2LossScaler:
     @bar(
         "peak of unscale_ above its baseline",
         "3 x one gradient of eight",
-        "gradients are divided into copies, or joined into one long tensor",
+        "there is a copy or a mask of each gradient until the last, or one long tensor of all",
     )
     def test_unscales_in_place(self, device):
         """Of eight gradients of G bytes isfinite() of one takes 1.75 G."""
@@ -197,6 +198,8 @@ class TestPart2LossScaler:
         once = "backward(a, {}); backward(b, {}); step({}); step({}); update()".format
         for *bads, order in product((None, inf), (None, inf), ("ab", "ba")):
             yield f"{bads}, {order}", f"{once(*bads, *order)}; {once(None, None, *order)}"
+        one = "backward(a); backward(b); unscale_(a); step(b); update()"
+        yield "one of them is only unscaled", f"{one}; {once(None, None, *'ab')}"
 
     @pytest.mark.survives("LossScaler", 1)
     def test_tracks_gradscaler_through_other_scripts(self, answer, device):
@@ -212,19 +215,16 @@ class TestPart2LossScaler:
     @pytest.mark.survives("LossScaler", 2)
     def test_refuses_float16_gradients(self, answer, device):
         """They mean a model that was cast: divided in float16, small gradients underflow again."""
-        dtypes = torch.float32, torch.float16
-        params = [nn.Parameter(torch.ones(3, dtype=dtype, device=device)) for dtype in dtypes]
-        for p in params:
-            p.grad = torch.full_like(p, 6.0)
-        scaler, optimizer = answer.LossScaler(init_scale=8.0), torch.optim.SGD(params, lr=1.0)
-        before, unscale = Snapshot(nn.ParameterList(params), optimizer), scaler.unscale_
-        check_raises(
-            partial(unscale, optimizer), ValueError, mentions=["float16"], when="in float16"
-        )
-        cause = "divided before it was checked"
-        before.check_unchanged("the refused call", cause=cause, clause=ERRORS)
+        side = Side(answer.LossScaler, device, **GROWING)
+        last = held(side.a)[-1]
+        last.data = last.data.half()
+        side.backward(side.a)
+        unscale, before = partial(side.unscale_, side.a), side.seen()
+        check_raises(unscale, ValueError, mentions=["float16"], when="for a float16 gradient")
+        cause, what = "divided before it was checked", "all after the refused call"
+        check_equal(side.seen(), before, what, cause=cause, clause=ERRORS)
         cause = "the refused call has left a trace"
-        check_raises(scaler.update, RuntimeError, when="for an update after it", cause=cause)
+        check_raises(side.update, RuntimeError, when="for an update after it", cause=cause)
 
     @pytest.mark.survives("LossScaler", 3)
     @agrees("a sum or a norm is looked at")
@@ -238,7 +238,6 @@ class TestPart2LossScaler:
         for missing, bad in product(range(3), (None, inf)):
             middle = f"backward(a, {bad}, missing={missing}); step(a); update()"
             yield f"none for {missing}, {bad}", f"{rounds(None)}; {middle}; {rounds(None)}"
-        yield "no elements", rounds(None, inf, None), GROWING | {"shapes": ((7,), (0, 2), ())}
 
     @pytest.mark.survives("LossScaler", 6)
     @agrees("what was done since the last update is not kept for each optimizer")

@@ -6,18 +6,16 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import Adam, NAdam
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.checks import ERRORS, check, check_equal, check_raises
+from kit.laws.checks import check_equal, check_raises
 from kit.laws.failures import FAILURES, failing, folders_apart
-from kit.laws.precisions import scaler_for
 from kit.laws.scalers import SCALERS
-from kit.laws.toys import Block, mlp, mse, text_batches
+from kit.laws.toys import mlp, mse
 from kit.laws.trace import World, kept
 from kit.laws.twists import bad_batches, fails, gradient, option, put, refused
 from kit.memory.ruler import measure
@@ -87,42 +85,9 @@ class TestPart3Train:
     def test_the_schedule_follows_the_steps_that_were_taken(self):
         loss = put(loss=lambda out, y: mse(out, y) + math.inf)
         yield "infinite losses with finite gradients", loss
-        for number, scaler in ((1, "with a scale that stays"), (4, "not torch's")):
+        for number, scaler in ((1, "with a scale that stays"), (4, "of a fused optimizer")):
             name = f"an overflow at batch {number}, a scaler {scaler}"
             yield name, gradient(math.inf, number), SCALERS[scaler]
-
-    @pytest.mark.exact("train_step", "dtype")
-    def test_learns_real_text_as_well_as_float32(self, answer, device):
-        """50 steps of a byte-level transformer: losses off by 0.1 % on average, and the last ten.
-
-        Measured with 21 seeds: at most 0.033 % and 0.053 % (bfloat16), 0.005 % and 0.007 %
-        (float16); with bfloat16 weights at least 0.19 % and 0.23 %.
-        """
-
-        def losses(dtype):
-            draw.seed(1)
-            model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
-            optimizer = Adam(model.to(device).parameters(), lr=0.003)
-            batches = text_batches(50, batch=2, length=9)
-            batches = ((x.to(device), y.to(device)) for x, y in batches)
-            loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
-            # A scale that overflows at first would skip steps, and learn from fewer batches.
-            scaler = scaler_for(dtype, device, init_scale=1024.0)
-            steps = answer.train(model, batches, loss, optimizer, scaler, dtype=dtype, max_norm=1.0)
-            return torch.stack([step.loss for step in steps]).cpu()
-
-        full = losses(torch.float32)
-        last = full[-10:].mean().item()
-        check(last < 4, expected="a loss below 4 (ln 256 = 5.5)", got=last, cause="no learning")
-        for dtype in (torch.bfloat16, torch.float16):
-            apart = (losses(dtype) - full).abs()
-            off = max(apart.mean() / full.mean(), apart[-10:].mean() / last).item()
-            check(
-                off < 0.001,
-                expected=f"{dtype} losses that differ from float32 by less than 0.1 % on average",
-                got=f"{off:.3%}",
-                cause="gradients underflow or are clipped while scaled, or weights are 16-bit",
-            )
 
     @pytest.mark.exact("load_checkpoint", "resume")
     @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -193,25 +158,22 @@ class TestPart3Train:
     def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path):
         """The disk is full at any moment, pickling fails, Ctrl-C, or the rename fails."""
         world, path = run("fp16", device), tmp_path / "run.pt"
-        others = {"best.pt.tmp": "whole"}  # what looks like half a file may be a file of others
-        (tmp_path / "best.pt.tmp").write_bytes(b"mine")
+        (tmp_path / "best.pt.tmp").write_bytes(b"mine")  # what looks like half a file may be whole
         with folders_apart():
             answer.save_checkpoint(path, *parts(world))
         whole = path.read_bytes()
         go_on(world, 0, 2)
         cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"
+        kinds = {whole: "whole", b"mine": "another's"}
         for was, failure in product(({"run.pt": "whole"}, {}), FAILURES):
             path.write_bytes(whole) if was else path.unlink(missing_ok=True)
             with failing(failure, world.model, len(whole)):
                 answer.save_checkpoint(path, *parts(world))
-            found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-            files = {
-                name: "whole" if f in (whole, b"mine") else "half" for name, f in found.items()
-            }
+            files = {f.name: kinds.get(f.read_bytes(), "half") for f in tmp_path.iterdir()}
             room = f"room for {failure} quarters of the file"
             how = room if isinstance(failure, int) else getattr(failure, "__name__", failure)
             what = f"the folder after a failed {'later' if was else 'first'} save ({how})"
-            want = others | was
+            want = {"best.pt.tmp": "another's"} | was
             more = files.items() > want.items() and files.keys() - want.keys() != {"run.pt"}
             left = "what it wrote on the way is left: remove it, whatever ends the save"
             check_equal(files, want, what, cause=cause, suspects={left: files} if more else {})
@@ -230,6 +192,7 @@ class TestPart3Train:
             go_on(saved, 0, 3)
             before_save(saved)
             answer.save_checkpoint(path := tmp_path / "run.pt", *parts(saved))
+            answer.load_checkpoint(path, *parts(saved))  # which it fits
             go_on(world, 0, 1)
             before_load(world)
             before = state_of(world)
@@ -237,6 +200,6 @@ class TestPart3Train:
             errors = ValueError if words else Exception
             when, cause = f"where the run has {difference}", "it is not checked, or strict=False"
             check_raises(load, errors, mentions=words, when=when, cause=cause)
-            cause = "one part is loaded, whole or half, before another refuses"
+            cause = "a part is loaded before another refuses, or half: a module copies what fits"
             what = f"the run with {difference} after the refused load"
-            check_equal(state_of(world), before, what, cause=cause, clause=ERRORS)
+            check_equal(state_of(world), before, what, cause=cause)
