@@ -6,16 +6,18 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import Adam, NAdam
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from kit.laws import draw, twists
 from kit.laws.bars import bar
-from kit.laws.checks import check_equal, check_raises
+from kit.laws.checks import ERRORS, check, check_equal, check_raises
 from kit.laws.failures import FAILURES, failing, folders_apart
+from kit.laws.precisions import scaler_for
 from kit.laws.scalers import SCALERS
-from kit.laws.toys import mlp, mse
+from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import World, kept
 from kit.laws.twists import bad_batches, fails, gradient, option, put, refused
 from kit.memory.ruler import measure
@@ -88,6 +90,39 @@ class TestPart3Train:
         for number, scaler in ((1, "with a scale that stays"), (4, "of a fused optimizer")):
             name = f"an overflow at batch {number}, a scaler {scaler}"
             yield name, gradient(math.inf, number), SCALERS[scaler]
+
+    @pytest.mark.exact("train_step", "dtype")
+    def test_learns_real_text_as_well_as_float32(self, answer, device):
+        """50 steps of a byte-level transformer: losses off by 0.1 % on average, and the last ten.
+
+        Measured with 21 seeds: at most 0.033 % and 0.053 % (bfloat16), 0.005 % and 0.007 %
+        (float16); with bfloat16 weights at least 0.19 % and 0.23 %.
+        """
+
+        def losses(dtype):
+            draw.seed(1)
+            model = nn.Sequential(nn.Embedding(256, 24), Block(24, 3), nn.Linear(24, 256))
+            optimizer = Adam(model.to(device).parameters(), lr=0.003)
+            batches = text_batches(50, batch=2, length=9)
+            batches = ((x.to(device), y.to(device)) for x, y in batches)
+            loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+            # A scale that overflows at first would skip steps, and learn from fewer batches.
+            scaler = scaler_for(dtype, device, init_scale=1024.0)
+            steps = answer.train(model, batches, loss, optimizer, scaler, dtype=dtype, max_norm=1.0)
+            return torch.stack([step.loss for step in steps]).cpu()
+
+        full = losses(torch.float32)
+        last = full[-10:].mean().item()
+        check(last < 4, expected="a loss below 4 (ln 256 = 5.5)", got=last, cause="no learning")
+        for dtype in (torch.bfloat16, torch.float16):
+            apart = (losses(dtype) - full).abs()
+            off = max(apart.mean() / full.mean(), apart[-10:].mean() / last).item()
+            check(
+                off < 0.001,
+                expected=f"{dtype} losses that differ from float32 by less than 0.1 % on average",
+                got=f"{off:.3%}",
+                cause="gradients underflow or are clipped while scaled, or weights are 16-bit",
+            )
 
     @pytest.mark.exact("load_checkpoint", "resume")
     @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -202,4 +237,4 @@ class TestPart3Train:
             check_raises(load, errors, mentions=words, when=when, cause=cause)
             cause = "a part is loaded before another refuses, or half: a module copies what fits"
             what = f"the run with {difference} after the refused load"
-            check_equal(state_of(world), before, what, cause=cause)
+            check_equal(state_of(world), before, what, cause=cause, clause=ERRORS)
