@@ -9,6 +9,7 @@ input. An "error" is any exception.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -64,8 +65,9 @@ class MemoryIntensiveBlock(nn.Module):
 class LargeModel(nn.Module):
     """`num_layers` MemoryIntensiveBlocks in the ModuleList `layers`, one after another.
 
-        runs       in training, with gradients on and `use_checkpoint`, each block runs exactly once
-                   more, in the backward pass; otherwise once
+        runs       if the model itself is in training mode, with gradients on and `use_checkpoint`,
+                   each block that a gradient reaches runs exactly once more, in the backward pass
+                   (it may stop early); otherwise once
         held       each block's input between the passes; nothing afterwards
         peak       with gradients in place: num_layers + 2 inputs + 1 inside
         same bits  output, gradients and random stream as without checkpoints
@@ -84,15 +86,15 @@ class LargeModel(nn.Module):
         one of these out of its range.
 
     Details:
-        1. Under autocast the recomputation computes in the same dtype.
+        1. The recomputation has the forward pass's autocast, or none.
         2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes may precede one backward pass, each with its own mask.
         4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
         5. An input, mask or parameter changed in place before the backward pass: an error or right
            gradients.
         6. A deep copy is a model of its own, also after a training step.
-        7. use_checkpoint and segment_size may be set later, as attributes. Nobody changes them or
-           modes between the passes.
+        7. use_checkpoint and segment_size may be set later, as attributes, in range. Nobody changes
+           them or train/eval modes between the passes.
     """
 
     def __init__(
@@ -191,17 +193,16 @@ def recompute(
         TypeError: anything else in `state`.
 
     Details:
-        1. Normalization in `state` counts a batch once.
-        2. Several calls may precede one backward pass, and two backward passes may follow one call.
-        3. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
-           make the backward pass raise an error. Nobody changes parameters or modes between the
-           passes.
+        1. Several calls may precede one backward pass, and two backward passes may follow one call.
+        2. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
+           make the backward pass raise an error. Nobody changes parameters or train/eval modes
+           between the passes.
+        3. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
         4. An error or Ctrl-C in the second run leaves streams and buffers as they were.
-        5. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
-        6. Under autocast the second run computes in the same dtype.
-        7. Without gradients there is no second run.
-        8. On cuda the device's stream counts, even if no argument is a tensor.
-        9. A result dropped without a backward pass leaves no tensor to the garbage collector.
+        5. The second run has the first one's autocast, or none.
+        6. Without gradients there is no second run.
+        7. On cuda the device's stream counts, even if no argument is a tensor.
+        8. A result dropped without a backward pass leaves no tensor to the garbage collector.
     """
     state = list(state)
     for part in state:
@@ -293,7 +294,10 @@ class _Found:
 
 
 def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | None]]:
-    return [{n: b if b is None else b.detach().clone() for n, b in its.items()} for its in found]
+    # A deep copy of all at once: names that shared a tensor share its copy.
+    return copy.deepcopy(
+        [{n: b if b is None else b.detach() for n, b in its.items()} for its in found]
+    )
 
 
 # Part 3
@@ -320,7 +324,7 @@ def checkpoint_blocks(
 ) -> int:
     """Checkpoint the blocks of somebody else's model, in place; return their number.
 
-        blocks     of `block_type` or a subclass, at any depth, never inside another; a shared one
+        blocks     of `block_type` or a subclass, at any depth, none inside another; a shared one
                    is one
         runs       each runs once more, in the backward pass, if it is itself in training mode and
                    gradients are on
@@ -332,10 +336,10 @@ def checkpoint_blocks(
 
     Args:
         model: is not a block itself.
-        keep: changes no bit; details 6-9.
+        keep: changes no bit.
 
     Raises:
-        no such block; one that is checkpointed already. TypeError: something in `keep` is no
+        no such block; one of them checkpointed already. TypeError: something in `keep` is no
         overload.
 
     Details:
@@ -345,12 +349,14 @@ def checkpoint_blocks(
         4. A deep copy of the model checkpoints its own blocks.
         5. Blocks of another class may follow in a second call.
         6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
-           numbers; only other operations run again. It has no views.
-        7. Under autocast too: the same bits; `keep` has no casts.
-        8. With `keep` a call has one backward pass; under autocast a block has one call. Calls
-           share nothing; a dropped result leaves nothing. Nobody changes parameters, modes or held
-           results between the passes.
-        9. Generators among a block's attributes count.
+           numbers; only other operations run again. `keep` has no views, casts or in-place
+           operations.
+        7. The same bits under autocast, and `keep` works there too.
+        8. Calls share nothing; a dropped result leaves nothing. Nobody changes parameters or
+           train/eval modes between the passes.
+        9. Generators among the attributes of a block and its submodules count.
+        10. With `keep` a call has one backward pass; under autocast a block has one call. A held
+            result changed in place: an error or right gradients.
     """
     for op in keep:
         if not isinstance(op, torch._ops.OpOverload):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
-import pickle
-import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 # Operations whose results are dear to recompute: matrix products, and attention on every device.
@@ -33,35 +30,12 @@ DEAR: frozenset[Any] = frozenset(
 )
 
 
-# What a forward reads besides its tensors: whether each module is in training mode.
-Modes = list[tuple[nn.Module, bool]]
-
-
-def _modes_of(modules: Iterable[nn.Module]) -> Modes:
-    return [(module, module.training) for top in modules for module in top.modules()]
-
-
-@contextmanager
-def _in_modes(modes: Modes) -> Iterator[None]:
-    """Let the modules be in `modes`, as at the time of the forward pass, and put back what is."""
-    before = [(module, module.training) for module, _ in modes]
-    try:
-        for module, mode in modes:
-            module.training = mode
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
 # Parts 1 to 3
 
 
 class MemoryIntensiveBlock(nn.Module):
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
         super().__init__()
-        if hidden_dim < 1:
-            raise ValueError(f"hidden_dim must be at least 1, not {hidden_dim}")
         self.up = nn.Linear(hidden_dim, 4 * hidden_dim)
         self.relu = nn.ReLU()
         self.dropout = nn.Dropout(dropout)
@@ -82,7 +56,7 @@ def _run(blocks: list[nn.Module], x: Tensor, mask: Tensor | None, sizes: tuple[i
     size, *finer = sizes
     for start in range(0, len(blocks), size):
         part = blocks[start : start + size]
-        again = functools.partial(_run_as_then, _modes_of(part), part, sizes=tuple(finer))
+        again = functools.partial(_run_again, part, sizes=tuple(finer))
         # The mask and the weights go as arguments and not in a closure: then they are saved, hence
         # guarded against changes in place, like x.
         weights = [p for block in part for p in block.parameters()]
@@ -90,16 +64,14 @@ def _run(blocks: list[nn.Module], x: Tensor, mask: Tensor | None, sizes: tuple[i
     return x
 
 
-def _run_as_then(
-    modes: Modes,
+def _run_again(
     blocks: list[nn.Module],
     x: Tensor,
     mask: Tensor | None,
     *_: Tensor,
     sizes: tuple[int, ...],
 ) -> Tensor:
-    with _in_modes(modes):
-        return _run(blocks, x, mask, sizes)
+    return _run(blocks, x, mask, sizes)
 
 
 class LargeModel(nn.Module):
@@ -115,8 +87,6 @@ class LargeModel(nn.Module):
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, not {num_layers}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be a probability, not {dropout}")
         self.num_layers = num_layers
         self.hidden_dim = hidden_dim
         self.use_checkpoint = use_checkpoint
@@ -158,74 +128,6 @@ def best_segment_size(num_layers: int) -> int:
 
 # Part 4
 
-SHARED = (Tensor, nn.Module, type, types.FunctionType, types.BuiltinFunctionType, torch.Generator)
-
-
-def _is_shared(leaf: Any) -> bool:
-    return isinstance(leaf, SHARED)
-
-
-def _is_no_container(leaf: Any) -> bool:
-    return type(leaf) not in (tuple, list, dict)
-
-
-class _Pickler(pickle.Pickler):
-    """Numbers leaves in place of pickling them."""
-
-    def __init__(self, file: io.BytesIO, is_leaf: Callable[[Any], bool]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.is_leaf, self.leaves = is_leaf, list[Any]()
-        self.numbers: dict[int, int] = {}
-
-    def persistent_id(self, leaf: Any) -> int | None:
-        if not self.is_leaf(leaf):
-            return None
-        if id(leaf) not in self.numbers:
-            self.numbers[id(leaf)] = len(self.leaves)
-            self.leaves.append(leaf)
-        return self.numbers[id(leaf)]
-
-
-class _Unpickler(pickle.Unpickler):
-    leaves: list[Any]
-
-    def persistent_load(self, number: Any) -> Any:
-        return self.leaves[number]
-
-
-class _Frozen:
-    """Arguments as they are now, whatever the forward does to them (appends to a list, updates a
-    key-value cache): a pickle in which tensors, modules and the like are only numbered."""
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self._freeze(value, _is_shared)
-        except Exception:  # something in there cannot be copied: then only containers are
-            self._freeze(value, _is_no_container)
-
-    def _freeze(self, value: Any, is_leaf: Callable[[Any], bool]) -> None:
-        file = io.BytesIO()
-        pickler = _Pickler(file, is_leaf)
-        pickler.dump(value)
-        leaves = pickler.leaves
-        self.bytes = file.getvalue()
-        # Tensors are left to the checkpoint, which saves them as autograd does.
-        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.tensors = tuple(leaves[i] for i in self.places)
-
-    def give_tensors(self) -> tuple[Tensor, ...]:
-        tensors, self.tensors = self.tensors, ()
-        return tensors
-
-    def thaw(self, tensors: Iterable[Tensor]) -> Any:
-        leaves = list(self.others)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        unpickler = _Unpickler(io.BytesIO(self.bytes))
-        unpickler.leaves = leaves
-        return unpickler.load()
-
 
 class _Buffers:
     """The buffers of modules as the first run found them."""
@@ -264,14 +166,6 @@ def _moved(buffer: Tensor | None, storages: dict[int, torch.UntypedStorage]) -> 
     new = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
     where = buffer.storage_offset(), buffer.size(), buffer.stride()
     return new.set_(storages[storage._cdata], *where).requires_grad_(buffer.requires_grad)
-
-
-def _may_hold(op: Any) -> bool:
-    """Only new results can stand in for a call: not views and not what is written in place. And
-    not casts, as autocast's cache makes their number differ between forward and recomputation."""
-    if op is torch.ops.aten._to_copy.default or op._schema.is_mutable:
-        return False
-    return all(r.alias_info is None for r in op._schema.returns)
 
 
 def _alias(x: Any) -> Any:
@@ -393,8 +287,8 @@ class _Holding(TorchDispatchMode):
 
 
 class _Call:
-    """One call of a function. Called once by the forward pass, it runs on the arguments themselves;
-    called again by the backward pass, on what they, the state and the modes were."""
+    """One call of a function. Called once by the forward pass, and again by the backward pass, with
+    the state as it was."""
 
     def __init__(
         self,
@@ -405,10 +299,9 @@ class _Call:
         state: Iterable[nn.Module | torch.Generator],
     ) -> None:
         self.forward = forward
-        self.live: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self.frozen = _Frozen((args, kwargs))
+        self.is_first = True
+        self.leaves, self.spec = tree_flatten((args, kwargs))
         self.modules = [part for part in state if isinstance(part, nn.Module)]
-        self.modes = _modes_of(self.modules)
         self.buffers = _Buffers(self.modules)
         own = [part for part in state if isinstance(part, torch.Generator)]
         # checkpoint() looks for devices among the tensors that it is given alone.
@@ -416,14 +309,17 @@ class _Call:
         self.generators = [(generator, generator.get_state()) for generator in generators]
         self.holding = _Holding(keep) if keep else None
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self.live is not None:
-            (args, kwargs), self.live = self.live, None
+    def give_leaves(self) -> list[Any]:
+        leaves, self.leaves = self.leaves, []
+        return leaves
+
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        if self.is_first:
+            self.is_first = False
             with self.holding.run(replaying=False) if self.holding else nullcontext():
                 return self.forward(*args, **kwargs)
-        args, kwargs = self.frozen.thaw(tensors)
         with (
-            _in_modes(self.modes),
             _from(self.generators),
             self.buffers.as_found(self.modules),
             self.holding.run(replaying=True) if self.holding else nullcontext(),
@@ -457,7 +353,7 @@ def recompute(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call(function, frozenset(), args, kwargs, parts)
-    return checkpoint(call, *call.frozen.give_tensors(), use_reentrant=False)
+    return checkpoint(call, *call.give_leaves(), use_reentrant=False)
 
 
 def _forward(
@@ -473,7 +369,7 @@ def _forward(
     own = [value for module in block.modules() for value in vars(module).values()]
     generators = {v for v in tree_leaves((args, kwargs, own)) if isinstance(v, torch.Generator)}
     call = _Call(forward, keep, args, kwargs, [block, *generators])
-    return checkpoint(call, *call.frozen.give_tensors(), use_reentrant=False)
+    return checkpoint(call, *call.give_leaves(), use_reentrant=False)
 
 
 MARK = "_is_checkpointed_block"
@@ -482,8 +378,6 @@ MARK = "_is_checkpointed_block"
 def checkpoint_blocks(
     model: nn.Module, block_type: type[nn.Module], *, keep: Collection[Any] = ()
 ) -> int:
-    if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
-        raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
     for op in keep:
         if not isinstance(op, torch._ops.OpOverload):
             raise TypeError(f"keep must hold overloads of operators, not {op!r}")
@@ -494,7 +388,7 @@ def checkpoint_blocks(
         raise ValueError(f"the model contains no block of class {block_type.__name__}")
     if any(MARK in vars(block) for block in blocks):
         raise ValueError(f"a {block_type.__name__} of the model is checkpointed already")
-    held = frozenset(op for op in keep if _may_hold(op))
+    held = frozenset(keep)
     for block in blocks:
         # A partial, unlike a closure, is copied with what it holds: the copy's own block and
         # its own forward.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -37,8 +37,7 @@ DEAR: frozenset[Any] = frozenset(
 class _Recomputation:
     """Context of the second run: modules and generators are as the first run found them.
 
-    Training flags are those of then, even if eval() was called since. What it writes to buffers is
-    dropped, so that running statistics are not updated again.
+    What it writes to buffers is dropped, so that running statistics are not updated again.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class _Recomputation:
         inner: AbstractContextManager[Any] | None = None,
     ) -> None:
         tree = list({id(m): m for module in modules for m in module.modules()}.values())
-        self.training = [(m, m.training) for m in tree]
+        self.tree = tree
         made = [(m, {n: _values(b) for n, b in m._buffers.items()}) for m in tree]
         memo: dict[int, Any] = {id(m): m for m in tree}  # modules stay, buffers are copied
         self.buffers = copy.deepcopy(made, memo)
@@ -57,13 +56,10 @@ class _Recomputation:
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for module, training in self.training:
-                stack.callback(setattr, module, "training", module.training)
-                module.training = training
             for generator, state in self.states:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
-            memo = {id(m): m for m, _ in self.training}
+            memo = {id(m): m for m in self.tree}
             for module, found in copy.deepcopy(self.buffers, memo):
                 stack.callback(_put, module, dict(module._buffers))
                 _put(module, found)
@@ -118,7 +114,6 @@ def _check_at_least_1(name: str, value: int) -> None:
 class MemoryIntensiveBlock(nn.Module):
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
         super().__init__()
-        _check_at_least_1("hidden_dim", hidden_dim)
         self.up = nn.Linear(hidden_dim, 4 * hidden_dim)
         self.relu = nn.ReLU()
         self.dropout = nn.Dropout(dropout)
@@ -141,9 +136,6 @@ class LargeModel(nn.Module):
     ) -> None:
         super().__init__()
         _check_at_least_1("num_layers", num_layers)
-        _check_at_least_1("hidden_dim", hidden_dim)
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be a probability, not {dropout}")
         self.num_layers = num_layers
         self.hidden_dim = hidden_dim
         self.use_checkpoint = use_checkpoint
@@ -244,30 +236,6 @@ def _selective_contexts(
     return caching, _ReplayKept(keep, cached)
 
 
-def _snapshot(tree: Any, memo: dict[int, Any]) -> Any:
-    """Copies of containers and of objects with attributes, such as key-value caches.
-
-    Tensors, modules, functions and the like are shared.
-    """
-
-    def leaf_snapshot(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Generator):
-            return memo.setdefault(id(leaf), leaf.clone_state())
-        if isinstance(leaf, (Tensor, nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
-            return leaf
-        if id(leaf) not in memo:
-            try:
-                memo[id(leaf)] = new = copy.copy(leaf)
-            except Exception:  # not copyable: shared as well
-                memo[id(leaf)] = new = leaf
-            if new is not leaf:
-                for name, value in vars(leaf).items():
-                    vars(new)[name] = _snapshot(value, memo)
-        return memo[id(leaf)]
-
-    return tree_map(leaf_snapshot, tree)
-
-
 class _CheckpointedForward:
     """Stands in for a block's `forward`, as an attribute of the block.
 
@@ -278,7 +246,7 @@ class _CheckpointedForward:
     def __init__(self, block: nn.Module, keep: frozenset[Any]) -> None:
         self.block = block
         self.forward = block.forward
-        self.keep = frozenset(op for op in keep if not op.is_view)  # what a view shows may change
+        self.keep = keep
         functools.update_wrapper(self, block.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,19 +266,12 @@ def _run_twice(
     generators: Iterable[torch.Generator],
     keep: frozenset[Any],
 ) -> Any:
-    # The first run gets the caller's own objects, the second one copies of them as they were.
     # Leaves go by position, whatever their names, so that checkpoint sees all tensors.
-    shared = {id(generator): generator for generator in generators}
-    leaves, spec = tree_flatten(_snapshot((args, kwargs), {**shared}))
-    original: list[Any] = [(args, kwargs)]
+    leaves, spec = tree_flatten((args, kwargs))
 
     def run(*leaves: Any) -> Any:
-        if original:
-            own_args, own_kwargs = original.pop()
-        else:
-            again = _snapshot(list(leaves), {**shared})
-            own_args, own_kwargs = tree_unflatten(again, spec)
-        return function(*own_args, **own_kwargs)
+        args, kwargs = tree_unflatten(leaves, spec)
+        return function(*args, **kwargs)
 
     def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = _selective_contexts(keep)
@@ -344,8 +305,6 @@ def recompute(
 def checkpoint_blocks(
     model: nn.Module, block_type: type[nn.Module], *, keep: Collection[Any] = ()
 ) -> int:
-    if not (isinstance(block_type, type) and issubclass(block_type, nn.Module)):
-        raise TypeError(f"block_type must be a class of modules, not {block_type!r}")
     kept = frozenset(keep)
     for op in kept:
         if not isinstance(op, torch._ops.OpOverload):

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Generator, Tensor, nn
 from kit.laws import draw
 from kit.laws.scenarios import once, scenarios
 from kit.private_torch import tree_leaves, tree_map
-from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, meaning, see
+from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, meaning, never_wrong, see
 
 
 class Noisy(nn.Module):
@@ -237,6 +238,18 @@ def checkpointed(answer, device, name, build, counts, runs=2, keep=None):
     true = once(name, lambda: see(build(plain, nothing, device), device))
     mine, true = compared(mine, true, runs)
     return {"number of blocks": found, **mine}, {"number of blocks": counts, **true}
+
+
+@scenarios("the step")
+def guarded(answer, device, name, spoiled, true, keep=None):
+    """A step in which something is changed: an error, or the gradients of one where nothing is."""
+    run = plain if keep else answer.recompute
+    prepare = partial(answer.checkpoint_blocks, keep=keep) if keep else nothing
+    mine = see(spoiled(run, prepare, device), device, any_error=True)
+    true = once(name, lambda: see(true(plain, nothing, device), device))
+    got, want = never_wrong(mine, lambda: true)
+    drawn = "numbers drawn after the backward pass"  # after an error too
+    return {"backward": got, drawn: mine[drawn]}, {"backward": want, drawn: true[drawn]}
 
 
 def nothing(*_):

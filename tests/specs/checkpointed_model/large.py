@@ -206,8 +206,10 @@ def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspe
     """
     __tracebackhide__ = True
     shown = {"plain": reads(None), "reference": reads(reference), "formula": formula}
-    plain = {"nothing is recomputed: plain calls take just that": shown["plain"]}
-    check_bar(title, reads(answer), limit, cause=cause, suspects=plain | (suspects or {}), **shown)
+    kept = "the insides of all blocks are there at once, or stay after their use"
+    what = kept if RETAINED in title else "nothing is recomputed"
+    suspects = {f"{what}: plain calls take just that": shown["plain"]} | (suspects or {})
+    check_bar(title, reads(answer), limit, cause=cause, suspects=suspects, **shown)
 
 
 def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause=""):
@@ -215,20 +217,24 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
     __tracebackhide__ = True
     read = partial(of_model, reads, device=device, case=case)
     title, formula = f"held between the passes, {layers} blocks", f"({words}) inputs"
-    limit, suspects = inputs * one_input(large_inputs(device)), {}
+    one = one_input(large_inputs(device))
+    limit, suspects = inputs * one, {}
     if reads is peak:
         title, formula = f"peak above the baseline, {layers} blocks", f"{formula} + 1 inside"
         limit += inside(answer, device)
     if size > 1:
         title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
-        suspects[unheeded] = lambda: read(answer, layers, 1)
+        if of_model(held, answer, layers, size, device, case) >= layers * one:
+            suspects[unheeded] = lambda: read(answer, layers, 1)
     plainly = "plain" if case == LATER else case
     of = lambda m: read(m, layers, size) if m else read(answer, layers, 0, case=plainly)  # noqa: E731
     if reads is peak and of(answer) > limit:
-        between = of_model(held, answer, layers, size, device, case)
-        first = between > (math.ceil(layers / size) + 1) * one_input(large_inputs(device))
-        several = "in the backward pass the insides of several blocks are there at once"
-        said = "the first run keeps more than its input" if first else several
+        between, segments = of_model(held, answer, layers, size, device, case), layers / size
+        said = "in the backward pass the insides of several blocks are there at once"
+        if between > (math.ceil(segments) + 1) * one:
+            said = "the first run keeps more than its input"
+        if size > 1 and between < math.ceil(segments) * one:
+            said = f"a segment has more than {size} blocks; a smaller last one takes the rest"
         suspects[f"{human(between)} is held between the passes: {said}"] = of(answer)
     given = (f"{title}, {case}", limit, formula, of, answer, reference)
     check_limit(*given, cause=cause, suspects=suspects)

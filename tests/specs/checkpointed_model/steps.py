@@ -162,6 +162,12 @@ def autocast(dtype):
     return lambda: torch.autocast(torch.get_default_device().type, dtype)
 
 
+def under_autocast(loss, leaves):
+    """The backward pass alone is in there."""
+    with autocast(torch.bfloat16)():
+        loss.backward()
+
+
 def meaning(got, want):
     """What the first thing that differs can only mean, whatever a spec is about; or None."""
     if lost := [name for name in want.get(ARGUMENTS, ()) if name not in got[ARGUMENTS]]:
@@ -172,7 +178,7 @@ def meaning(got, want):
     if name.startswith("numbers drawn after the backward pass"):
         return "the stream is not put back to where it was just before the second run"
     if name.startswith("buffers that the backward pass replaced"):
-        return "after the second run other tensors are there than before: copies, or what had gone"
+        return "what the second run finds, or puts there itself, is left there"
     if name.startswith("runs in the backward pass"):
         if got[name] == [2 * count for count in want[name]] and any(got[name]):
             return "every block runs again twice: there is a checkpoint inside a checkpoint"

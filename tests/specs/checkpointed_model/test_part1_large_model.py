@@ -25,7 +25,16 @@ from specs.checkpointed_model.large import (
     stepped,
     twin_of,
 )
-from specs.checkpointed_model.steps import HALVES, SHAPE, WIDTH, autocast, changed, draw_on, nearly
+from specs.checkpointed_model.steps import (
+    HALVES,
+    SHAPE,
+    WIDTH,
+    autocast,
+    changed,
+    draw_on,
+    nearly,
+    under_autocast,
+)
 
 
 def by_hand(block, x, mask):
@@ -149,13 +158,14 @@ class TestPart1LargeModel:
         check_nothing_left(model, x, lambda: model(x))
 
     @pytest.mark.survives("LargeModel", 1)
-    @as_without("the second run is without autocast, or has its default dtype")
+    @as_without("the second run has the backward pass's autocast, or its default dtype")
     def test_recomputes_in_the_precision_of_the_forward_pass(self):
-        """The backward pass is outside autocast. pytorch/pytorch#71124: the dtype was lost."""
+        """pytorch/pytorch#71124: the dtype was lost."""
         bfloat, half = map(autocast, HALVES)
         yield "bfloat16, segments of 2", large(outer=bfloat, size=2), None
         yield "float16", large(outer=half)
         yield "float16, x without gradient", large(outer=half, grad=False, masks=1)
+        yield "the backward pass alone is under it", large(backward=under_autocast)
 
     @pytest.mark.survives("LargeModel", 2)
     @as_without("requires_grad is changed, or asked for, to please the checkpoint")
@@ -184,7 +194,9 @@ class TestPart1LargeModel:
             yield f"a penalty on gradients, segments of {size}", penalty, None, True
 
     @pytest.mark.survives("LargeModel", 5)
-    @guarded("the second run uses what is there by then, and nobody looks whether it was changed")
+    @guarded(
+        "the second run uses what is there by then, and for some of it nobody looks for a change"
+    )
     def test_notices_what_is_changed_between_the_passes(self):
         """Autograd refuses a saved tensor that has changed; a checkpoint saves what it is given."""
         changes = {
@@ -196,8 +208,9 @@ class TestPart1LargeModel:
         for (what, change), size, frozen in product(changes.items(), (1, 2), "10"):
             grad = frozen == "1"  # with block 0 frozen nothing before block 1 has a gradient
             own = {"frozen": partial(_in_blocks, frozen), "before": _replaced_and_updated}
-            world = partial(large, size=size, masks=1, grad=grad, **own)
-            name = f"{what}, segments of {size}, frozen is {frozen}, x with gradient: {grad}"
+            # No segment is a single block, which alone might notice it.
+            world = partial(large, 4, size=size, masks=1, grad=grad, **own)
+            name = f"{what}, segments of {size}, block {frozen} frozen, x with gradient: {grad}"
             yield from changed(name, world, change)
 
     @pytest.mark.survives("LargeModel", 6)
