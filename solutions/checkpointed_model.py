@@ -195,14 +195,13 @@ def recompute(
     Details:
         1. Several calls may precede one backward pass, and two backward passes may follow one call.
         2. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
-           make the backward pass raise an error. Nobody changes parameters or train/eval modes
-           between the passes.
-        3. A keyword argument may have a name that torch's checkpoint uses, such as `debug`.
-        4. An error or Ctrl-C in the second run leaves streams and buffers as they were.
-        5. The second run has the first one's autocast, or none.
-        6. Without gradients there is no second run.
-        7. On cuda the device's stream counts, even if no argument is a tensor.
-        8. A result dropped without a backward pass leaves no tensor to the garbage collector.
+           make the backward pass raise an error. A keyword may have a name that torch's checkpoint
+           uses, such as `debug`. Nobody changes parameters or train/eval modes between the passes.
+        3. An error or Ctrl-C in the second run leaves streams and buffers as they were.
+        4. The second run has the first one's autocast, or none.
+        5. Without gradients there is no second run.
+        6. On cuda the device's stream counts, even if no argument is a tensor.
+        7. A result dropped without a backward pass leaves no tensor to the garbage collector.
     """
     state = list(state)
     for part in state:

@@ -195,7 +195,7 @@ def chain(
     return build
 
 
-def stranger(train=True):
+def stranger():
     """A step of GPT-2 of the transformers library, with random weights and three blocks."""
 
     def build(run, prepare, device):
@@ -212,7 +212,6 @@ def stranger(train=True):
         x = draw.randint(64, (3, 24), device=device)
         blocks = list(model.train().h)
         prepare(model, library.GPT2Block)
-        model.train(train)
         return Step(model, lambda: model(x).last_hidden_state, [block.ln_1 for block in blocks])
 
     return build

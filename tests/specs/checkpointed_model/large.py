@@ -136,10 +136,7 @@ def peak(model, x, forward, **options):
 
 
 def check_nothing_left(model, x, forward):
-    """Fail if something is held after a backward pass, or of a forward pass without one.
-
-    The loss is still there, as in a log.
-    """
+    """Fail if more than the loss is held after a step, or anything of a result that is dropped."""
     __tracebackhide__ = True
     for when, step in {"without": forward, "after": whole_step(model, x, forward)}.items():
 
@@ -200,10 +197,7 @@ def inside(module, device):
 
 
 def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspects=None):
-    """Hold what is read of an answer to a limit, beside the reference's and the plain model's.
-
-    `reads` gives bytes with the checkpoints of a module, and without any for None.
-    """
+    """Hold bytes to a limit: `reads` gives those with a module's checkpoints; None has none."""
     __tracebackhide__ = True
     shown = {"plain": reads(None), "reference": reads(reference), "formula": formula}
     kept = "the insides of all blocks are there at once, or stay after their use"
@@ -218,22 +212,22 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
     read = partial(of_model, reads, device=device, case=case)
     title, formula = f"held between the passes, {layers} blocks", f"({words}) inputs"
     one = one_input(large_inputs(device))
-    limit, suspects = inputs * one, {}
+    limit, suspects, segments = inputs * one, {}, math.ceil(layers / size)
+    between = of_model(held, answer, layers, size, device, case)
     if reads is peak:
         title, formula = f"peak above the baseline, {layers} blocks", f"{formula} + 1 inside"
         limit += inside(answer, device)
     if size > 1:
         title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
-        if of_model(held, answer, layers, size, device, case) >= layers * one:
+        if between >= layers * one:
             suspects[unheeded] = lambda: read(answer, layers, 1)
     plainly = "plain" if case == LATER else case
     of = lambda m: read(m, layers, size) if m else read(answer, layers, 0, case=plainly)  # noqa: E731
     if reads is peak and of(answer) > limit:
-        between, segments = of_model(held, answer, layers, size, device, case), layers / size
         said = "in the backward pass the insides of several blocks are there at once"
-        if between > (math.ceil(segments) + 1) * one:
+        if between > (segments + 1) * one:
             said = "the first run keeps more than its input"
-        if size > 1 and between < math.ceil(segments) * one:
+        if size > 1 and between < segments * one:
             said = f"a segment has more than {size} blocks; a smaller last one takes the rest"
         suspects[f"{human(between)} is held between the passes: {said}"] = of(answer)
     given = (f"{title}, {case}", limit, formula, of, answer, reference)

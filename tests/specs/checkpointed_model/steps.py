@@ -123,10 +123,7 @@ def nearly(mine, true):
 
 
 def compared(mine, true, runs, near=False):
-    """What is seen of a step, and what should be, by what is seen of one without checkpoints.
-
-    runs: how often a block should run for each run without; None where that is not looked at
-    """
+    """What is seen of a step, and what should be; `runs` of a block for each plain one."""
     mine = nearly(mine, true) if near else mine
     again = [n * ((runs or 1) - 1) for n in true["runs in the forward pass"]]
     key = "runs in the backward pass"

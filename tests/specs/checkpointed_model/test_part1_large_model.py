@@ -76,7 +76,6 @@ class TestPart1LargeModel:
     @pytest.mark.works("MemoryIntensiveBlock", "children")
     @computed("a layer is left out or put in, has another name, or is a function and no child")
     def test_a_block_adds_its_feed_forward_to_its_input(self):
-        """x + down(dropout(relu(up(x))))."""
         for how in ("training", "eval", "autocast"):
             yield how, how
 
@@ -100,7 +99,6 @@ class TestPart1LargeModel:
     @pytest.mark.exact("LargeModel", "runs")
     @as_without("it is not asked at each call whether to checkpoint, or not in this case")
     def test_each_block_runs_once_more(self):
-        """Once in the forward pass, once in the backward pass; once in all in eval mode."""
         yield "11 blocks", large(11)
         yield "a mask", large(masks=1)
         yield "autocast", large(outer=autocast(torch.bfloat16))
@@ -180,7 +178,6 @@ class TestPart1LargeModel:
     @pytest.mark.survives("LargeModel", 3)
     @as_without("what the second run needs is kept on the model, where another pass overwrites it")
     def test_several_forward_passes_before_one_backward(self):
-        """Micro-batches in one loss, or a siamese model."""
         yield "2 passes, 2 of them with a mask", large(passes=2, masks=2), None
         yield "segments of 2, one pass with a mask", large(passes=2, masks=1, size=2), None
         yield "under one autocast", large(passes=2, outer=autocast(HALVES[0])), None
@@ -272,7 +269,6 @@ def _copied(model):
 
 
 def _then(model, **values):
-    """Changes after a step."""
     stepped(model)
     for name, value in values.items():
         setattr(model, name, value)

@@ -88,11 +88,8 @@ class TestPart3Segments:
     @pytest.mark.saves("LargeModel", "segments")
     @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient", LATER])
     def test_holds_one_input_a_segment_between_the_passes(self, answer, reference, device, case):
-        """Two segments of 4: x is the baseline's, so one input and the output. The bar adds 1.
-
-        Were 4 the number of segments, it would be 4 inputs. With a mask there are 4 of 2, under
-        autocast 1 of 8.
-        """
+        """Two segments of 4: x is the baseline's, so one input and the output; the bar adds 1. Were
+        4 the number of segments, it would be 4 inputs."""
         size = {"mask": 2, "autocast": 8}.get(case, 4)
         words, given = f"{8 // size} segments + 1", (answer, reference, device)
         cause = "segment_size is the number of blocks in a segment, and not of segments"

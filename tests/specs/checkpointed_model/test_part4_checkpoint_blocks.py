@@ -93,7 +93,7 @@ class Drawing(Noisy):
     """It draws from torch's stream, and from its generator, in two ways."""
 
     def forward(self, x):
-        y = super().forward(x * torch.rand_like(x))
+        y = super().forward(x * torch.full_like(x, 0.75).bernoulli())
         return y * torch.full_like(y, 0.75).bernoulli(generator=self.first)
 
 
@@ -153,8 +153,6 @@ class TestPart4CheckpointBlocks:
         yield "blocks inside a block", chain(inside), [2]
         two = lambda blocks: nn.ModuleList(nn.Sequential(block) for block in blocks)  # noqa: E731
         yield "a block in two places", chain(lambda: mixers(1) * 2, tree=two), [1]
-        other = lambda run, block, x: block(x, x.mean((0, 1)))  # noqa: E731
-        yield "with other arguments each time", chain(lambda: mixers(1) * 3, call=other), [1]
 
     @pytest.mark.exact("checkpoint_blocks", "runs")
     @checkpointed("the block's own mode is not asked, or not at each of its calls")
@@ -173,7 +171,6 @@ class TestPart4CheckpointBlocks:
     @checkpointed("the second run is in other modes, draws other numbers, or changes buffers again")
     def test_blocks_change_no_bit(self):
         yield "gpt2 of the transformers library", stranger(), [3]
-        yield "gpt2 in eval mode", stranger(train=False), [3], 1
         yield "two forward passes", chain(two_noisy, passes=2), [2]
         yield "x without gradient", chain(two_noisy, grad=False), [2]
         yield "counters", chain(lambda: [Counting(), Counting()], passes=2), [2]
@@ -183,10 +180,8 @@ class TestPart4CheckpointBlocks:
     @pytest.mark.saves("checkpoint_blocks", "held")
     @pytest.mark.parametrize("case", ["held", RETAINED])
     def test_holds_one_input_a_block_of_others(self, answer, reference, device, case):
-        """Of 4 blocks 3 inputs, as x is the baseline's, and the output. The bar adds 1.
-
-        At the peak it is one block's inside besides, with its output and gradients.
-        """
+        """Of 4 blocks 3 inputs, as x is the baseline's, and the output; the bar adds 1. At the peak
+        it is one block's inside besides, with its output and gradients."""
         x = large_inputs(device)
         reads = partial(_reads, held, x=x)
         title, limit, formula = "held between the passes", 5 * one_input(x), "(4 + 1) inputs"
@@ -212,7 +207,6 @@ class TestPart4CheckpointBlocks:
     @pytest.mark.survives("checkpoint_blocks", 2)
     @checkpointed("the second run has the hooks in it, or begins before one; or something is lost")
     def test_hooks_and_forwards_of_a_block_go_on_running(self):
-        """Once for each call; libraries put a forward on the instance too."""
         yield "a forward", chain(mixers, prepared=_own_forward), [2]
         yield "hooks, from before", chain(mixers, prepared=_hooked), [2]
         yield "hooks, from after", chain(mixers, later=_hooked), [2]
@@ -285,7 +279,7 @@ class TestPart4CheckpointBlocks:
     @pytest.mark.survives("checkpoint_blocks", 6)
     @checkpointed("what draws from some stream is held like the rest: later draws are others")
     def test_what_draws_random_numbers_runs_again(self):
-        for op in (ATEN.rand_like.default, ATEN.rand.generator):  # others draw on
+        for op in (ATEN.bernoulli.default, ATEN.rand.generator):  # others draw on
             yield f"{op} draws", chain(lambda: [Drawing(7)]), [1], 2, [op]
         yield "attention draws", chain(lambda: [Looking()]), [1], 2, ATTENTION  # one op on CUDA
 
@@ -305,11 +299,8 @@ class TestPart4CheckpointBlocks:
 
     @pytest.mark.survives("checkpoint_blocks", 6)
     def test_holds_less_than_the_plain_model(self, answer, reference, device):
-        """The peak with full recomputation + 9.125 inputs a block for the results that DEAR keeps.
-
-        Of a block these are qkv 3, attention 1 (and its logsumexp, heads / width = 2 / 16), out 1,
-        up 3 and down 1. Kept besides, the GELU's result alone would be 3 more.
-        """
+        """Of a block DEAR keeps qkv 3, attention 1 (its logsumexp heads / width = 2 / 16), out 1,
+        up 3 and down 1. Kept besides, the GELU's result alone would be 3 more."""
         x = large_inputs(device)
         reads = lambda module: _reads(peak, module, x, keep=module.DEAR if module else ())  # noqa: E731
         limit = _reads(peak, answer, x) + 4 * (9 + 2 / WIDTH) * one_input(x)
