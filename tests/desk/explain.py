@@ -21,7 +21,7 @@ from desk.source import Place
 from desk.torch_errors import meaning, said
 from kit.answers import contract
 from kit.catalog import ROOT, shown
-from kit.laws.checks import ERRORS, UNTOUCHED, SpecFailure, notes_of
+from kit.laws.checks import ERRORS, UNTOUCHED, SpecFailure, is_raised_on_purpose, notes_of
 from kit.memory.gpu import ends_the_gpu
 from kit.private_torch import ENGINE
 
@@ -241,13 +241,19 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
         cause = "this ends the spec before it has checked anything"
     else:
         where = "your code raised it at this line"
+        mine = [_function(f.f_code) for f in frames if _is_in(f, judged.path)]
         if not _is_in(last, judged.path):
             name = f"{last.f_code.co_name} ({Path(last.f_code.co_filename).name})"
             where = f"raised in {name}, which this line has called"
             about = judged.function.partition(".")[0]
-            mine = [_function(f.f_code).partition(".")[0] for f in frames if _is_in(f, judged.path)]
-            if mine and about not in mine:  # and may have made what is called here
+            if mine and about not in [name.partition(".")[0] for name in mine]:
+                # and may have made what is called here
                 where += f" (the spec is about {about})"
+        elif isinstance(error, ValueError) and is_raised_on_purpose(error):
+            where = "your code refuses at this line what the contract allows"
+            public = contract.functions(judged.reference)
+            about = next((name for name in reversed(mine) if name in public), judged.function)
+            here["contract"] = contract.sentence(judged.reference, about, "Raises")
         cause = ": ".join(filter(None, (where, meaning(error))))
     got = said(error)
     return Problem("error", got, "no error", cause, sure=True, **here)
