@@ -4,10 +4,9 @@ A *unit* is gathered and freed together: a block without the blocks inside it, o
 model, for what is in no block. A rank keeps a *shard* of each parameter: on N ranks 1/N of its
 rows, rounded up.
 
-All ranks of the mesh call these functions together, with the same arguments except for the data.
+All ranks of the mesh call together, with the same arguments except for the data.
 
-    errors  ValueError unless it says otherwise, before any change; what is under Raises names the
-            offending value
+    errors  ValueError before any change; what is under Raises names the offending value
 
 Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
 """
@@ -52,31 +51,33 @@ def wrap(
         kept        reshard_after_forward=False gathers each unit once, until after backward
         bfloat16    is what units gather and compute in, and what a block returns; gradients are
                     reduced in float32, shards and the model's output are float32
-        checkpoint  an outermost block keeps its inputs only; all run again in backward, as far as
+        checkpoint  an outermost block keeps its inputs only; backward runs it again, as far as
                     needed; gathers and reductions stay
 
         >>> optimizer = wrap(model, mesh, Block, torch.optim.AdamW, dtype=torch.bfloat16)
 
     Args:
-        model: whole and float32, on the mesh's device, the same on every rank.
+        model: whole, contiguous float32 without scalars, on the mesh's device, the same everywhere.
         mesh: one-dimensional.
-        block_types: the classes of the blocks; subclasses count, the model itself does not.
+        block_types: one class or more; subclasses count, the model itself does not. A block is at
+            one place in the model, and runs once.
         make_optimizer: from all parameters, frozen too, to their optimizer.
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
-        another mesh or dtype; any class without a block inside the model; a model that is sharded,
-        even in part; a parameter that two units share.
+        another mesh or dtype; a class without a block inside the model; a model that is sharded,
+        even in part; a parameter of two units, not one with two names in a unit.
 
     Details:
         1. A forward under no_grad gathers each unit once and leaves none gathered, with any option.
-           After a forward with gradients comes its backward, before the next step.
-        2. Values, buffers, state dict names, requires_grad and train mode stay.
+           The next step gathers as before if the root has parameters. After a forward with
+           gradients comes its backward, before the next step.
+        2. `wrap` leaves values, buffers, state dict names, requires_grad and train mode alone.
         3. Frozen parameters are sharded too; a unit without gradients is not reduced.
         4. Only the ranks of the mesh take part.
-        5. In bfloat16 a unit casts its floating inputs itself, in keywords and dicts too.
+        5. In bfloat16 each unit casts the floating inputs it gets, in keywords and dicts too.
         6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
-           inputs without gradients. In backward one is whole with all blocks inside it.
+           inputs without gradients. While one runs again, all blocks inside it may be gathered.
     """
     raise NotImplementedError
 
@@ -113,12 +114,10 @@ def train_step(
     Args:
         model: wrapped by `wrap`; from inputs to one output tensor.
         micro_batches: this rank's pairs, as many as others have.
-        loss_fn: the mean over the samples.
         optimizer: what `wrap` has returned.
-        max_norm: None leaves the gradients as they are.
 
     Raises:
-        another sync, a max_norm that is not positive, a model that is not sharded.
+        another sync; a max_norm that is not positive; a model whose root is not sharded.
 
     Details:
         1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
@@ -126,12 +125,11 @@ def train_step(
         2. A sample counts once, however many tokens it has. No micro-batch is empty.
         3. Micro-batches are accumulated in float32 in bfloat16 training too.
         4. Only the ranks of the model's mesh count.
-        5. Each micro-batch gathers and reduces as a step of `wrap` does; a rank puts at most
-           64 + 4 P bytes into any other call for P parameter tensors: a norm has one number of
-           each.
+        5. Each micro-batch gathers and reduces as a step of `wrap` does. With P parameter tensors
+           a rank sends at most 64 + 4 P bytes in any other call.
         6. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
     """
     raise NotImplementedError
 
 
-# untouched stub f0305b8bdff0
+# untouched stub 5b555392f881

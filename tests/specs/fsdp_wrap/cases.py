@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.ranks.shapes import SHAPES, Shape, made, reader
-from specs.fsdp_wrap.shapes import detached, dropping_by_keyword, silent, tabled
+from specs.fsdp_wrap.shapes import detached, dropping_by_keyword, ending, silent, slim, tabled
 
 # For each rank the samples of its micro-batches.
 Plan = Sequence[Sequence[int]]
@@ -109,6 +109,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "bfloat16": {
         "odd sizes": Case(wrap=BF16),
         "frozen": Case(SHAPES["frozen"], BF16),
+        "blocks that end in float32": Case(ending, BF16),
         "nested": Case(SHAPES["nested"], BF16),
         "only blocks, kept": Case(SHAPES["only blocks"], BF16 | KEPT),
         "eval mode, evaluated before": Case(DROP, BF16, script=EVALUATE, train=False),
@@ -132,6 +133,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "norm": {
         "tied, two groups": Case(SHAPES["tied in the root"], script=STEP, make_optimizer=in_groups),
         "frozen": Case(SHAPES["frozen"], script=STEP),
+        "rank 1 has no rows at all": Case(slim, script=STEP),
     },
     "clip": {
         "clipped": Case(script=STEP, step=CLIP),
@@ -163,7 +165,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     },
     "tokens": {"samples of unequal length": Case(reader, script=STEPS[:2], lengths=True)},
     "last": {
-        "four steps": Case(script=STEPS, step=LAST),
+        "four steps of 2, 2, 3 and 1 micro-batches": Case(script=STEPS, step=LAST),
         "old gradients, and a plain step after it": Case(
             script=("stale", "step", "plain"), step=LAST
         ),

@@ -37,7 +37,7 @@ CAUSES = {
     "it is cast where dtype is float32",
     "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, or one of "
     "inference_mode is returned",
-    "dtypes inside": "blocks compute in another dtype: dtype is forgotten in this mode",
+    "dtype of shards": "the model itself is cast, or what is frozen in it: a shard has 8 bits",
     "weights": "the step is not made with the gradients that are there after it",
     "steps of": "a step of the optimizer is left out, or made too often",
     "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping, or "
@@ -135,10 +135,6 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
         got, want, what = got[bad], want[bad], f"{what}, {bad}"
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         check_close(got, want, what, cause=likely, rtol=1e-4, atol=1e-6, suspects=suspects)
-    if isinstance(got, set) and got > want:  # dtypes
-        likely = (
-            "only some operations compute in dtype, as under autocast; a policy casts whole units"
-        )
     if want is None or isinstance(want, Tensor):
         missing = "they are never reduced, or cleared before the step has used them"
         if _is_right("weights", trace, one):

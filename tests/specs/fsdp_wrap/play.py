@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kit.laws import draw
-from kit.laws.checks import in_scenario
+from kit.laws.checks import SpecFailure, in_scenario
 from kit.laws.toys import mse
 from kit.private_torch import tree_leaves
 from kit.ranks.rank import device
@@ -58,30 +58,39 @@ class Play:
         self.model.to(device()).train(case.train)
         self.start = weights(self.model)
         self.runs: dict[str, int] = {}
-        self.dtypes: set[torch.dtype] = set()
         self.trace: Trace = {}
         for name, block in self.model.named_modules():
             if not name or isinstance(block, self.types):
                 self._watch(name or "the model", block)
 
     def _watch(self, name: str, block: nn.Module) -> None:
-        """By the first module in it that has none inside, and is in no block inside."""
+        """By the modules in it that have none inside, and are in no block inside."""
         inside = [m for m in block.modules() if m is not block and isinstance(m, self.types)]
         taken = {m for b in inside for m in b.modules()}
-        leaf = next(m for m in block.modules() if not [*m.children()] and m not in taken)
+        first, *later = [m for m in block.modules() if not [*m.children()] and m not in taken]
+        first.register_forward_pre_hook(lambda *_: self._ran(name))
+        for module in (first, *later):
+            module.register_forward_pre_hook(functools.partial(self._gets, name, module is first))
 
-        def runs(_: nn.Module, args: Any) -> None:
-            self._ran(name, dtype=args[0].dtype if args[0].is_floating_point() else None)
+    def _ran(self, name: str, times: int = 1) -> None:
+        self.runs[name] = self.runs.get(name, 0) + times
 
-        leaf.register_forward_pre_hook(runs)
-
-    def _ran(self, name: str, times: int = 1, dtype: Any = None) -> None:
-        self.dtypes.add(dtype or self.case.wrap.get("dtype", torch.float32))
-        if torch.is_grad_enabled():
-            self.runs[name] = self.runs.get(name, 0) + times
+    def _gets(self, unit: str, is_first: bool, module: nn.Module, args: Any) -> None:
+        """Fail where an input is of another dtype: torch would only say that dtypes do not fit."""
+        dtype, clause = self.case.wrap.get("dtype", torch.float32), ""
+        if not args[0].is_floating_point() or args[0].dtype == dtype:
+            return
+        cause = "it has come into the unit so, and the unit has not cast it"
+        if any(p.dtype != dtype for p in module.parameters()):
+            cause = "so are its parameters: dtype is forgotten in this mode, or autocast casts"
+        elif not is_first:
+            cause, clause = "a block has returned it so: output_dtype decides", "bfloat16"
+        expected = f"{dtype} into each layer of {unit}"
+        raise SpecFailure(expected, str(args[0].dtype), cause, sure=True, clause=clause)
 
     def play(self) -> Trace:
         steps: list[object] = []
+        self.trace["dtype of shards"] = {name: p.dtype for name, p in self.model.named_parameters()}
         self.optimizer.register_step_post_hook(lambda *_: steps.append(_))
         is_pending = False
         for number, event in enumerate(self.case.script):
@@ -95,15 +104,16 @@ class Play:
                 is_pending = False
             if self.runs and event in ("plain", "step"):
                 self.trace[f"runs of blocks in {label}, recomputed ones too"] = dict(self.runs)
-        self.trace["dtypes inside blocks"] = self.dtypes
         self.trace["steps of the optimizer"] = len(steps)
         self.trace["weights"] = weights(self.model)
         return self.trace
 
     def look(self) -> Tensor:
-        inputs = draw.randn(3, FEATURES, generator=draw.generator(77)).to(device())
+        """No run of a block counts."""
+        inputs, runs = draw.randn(3, FEATURES, generator=draw.generator(77)), dict(self.runs)
         with torch.no_grad():
-            out: Tensor = self.model(inputs)
+            out: Tensor = self.model(inputs.to(device()))
+        self.runs = runs
         return out.clone()
 
     def train(self, *_: Any) -> None:

@@ -281,8 +281,16 @@ def check_forward_alone(
         for module in (answer, reference)
     )
     check_whole(yours, theirs, shape, 8, f"in {what}", **options)
-    cause = "no backward comes that would give it back: the root's unit, or all of them"
-    check_equal(yours.after["unsharded"], 0, f"gathered bytes after {what}", cause=cause)
+    dtype = options.get("dtype", torch.float32)
+    *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*shape()))
+    left = {
+        "the root's unit stays: no backward comes that would give it back": root,
+        "all units but the root's stay: reshard() is of one unit": sum(blocks),
+        "all units stay: no backward comes that would give them back": sum(blocks) + root,
+    }
+    cause = "some unit is not given back"
+    got = yours.after["unsharded"]
+    check_equal(got, 0, f"gathered bytes after {what}", cause=cause, suspects=left)
     check_calls(answer, device, f"a step after {what}", shape, (*script, "by hand"), **options)
 
 

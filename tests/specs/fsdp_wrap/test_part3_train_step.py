@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from kit.laws.bars import bar
+from kit.ranks.shapes import nested, only_blocks
 from kit.ranks.shards import rounded
 from specs.fsdp_wrap import ranks as programs
-from specs.fsdp_wrap.cases import CHECKPOINT, KEPT
+from specs.fsdp_wrap.cases import BF16, CHECKPOINT, KEPT
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.shapes import NARROW, narrow, one_block
-from specs.fsdp_wrap.simulated import STEPS, books, check_calls_of_steps, check_held
+from specs.fsdp_wrap.simulated import (
+    STEPS,
+    books,
+    check_calls,
+    check_calls_of_steps,
+    check_held,
+)
 
 # How many micro-batches each rank has.
 COUNTS = [[2, 0], [0, 0], [2, 1, 3, 2]]
@@ -53,6 +60,25 @@ class TestPart3TrainStep:
         cause = "it is not over all shards of all ranks, or counts a parameter twice"
         hold(answer, world, "norm", cause=cause)
 
+    @pytest.mark.exact("wrap", "checkpoint")
+    def test_checkpointing_leaves_the_gradients_as_they_are(self, answer, world):
+        """In float32 and given back, in bfloat16 and kept, in eval mode; every block runs twice, no
+        more, a frozen one too.
+        """
+        cause = "the recomputation has another dropout mask, or another input"
+        hold(answer, world, "checkpoint and dropout", cause=cause)
+        hold(answer, world, "checkpoint", cause=cause)
+
+    @pytest.mark.exact("wrap", "checkpoint")
+    @pytest.mark.parametrize(
+        ("shape", "options"),
+        [(nested, BF16), (only_blocks, {}), (nested, KEPT | BF16)],
+        ids=["nested", "only_blocks", "kept-nested"],
+    )
+    def test_gathers_and_reductions_stay(self, answer, device, shape, options):
+        """The calls are those of a step without checkpoints, with each option of wrap."""
+        check_calls(answer, device, "a step with checkpoint=True", shape, **CHECKPOINT, **options)
+
     @pytest.mark.exact("train_step", "max_norm")
     def test_clips_to_the_norm_of_the_whole_model(self, answer, world):
         """Where it binds and where it does not, with every option of wrap."""
@@ -66,15 +92,6 @@ class TestPart3TrainStep:
         cause = "gradients from before the step are in it, or those of the step are cleared or "
         cause += "scaled afterwards"
         hold(answer, world, "gradients", cause=cause)
-
-    @pytest.mark.exact("wrap", "checkpoint")
-    def test_checkpointing_leaves_the_gradients_as_they_are(self, answer, world):
-        """In float32 and given back, in bfloat16 and kept, in eval mode; every block runs twice, no
-        more, a frozen one too.
-        """
-        cause = "the recomputation has another dropout mask, or another input"
-        hold(answer, world, "checkpoint and dropout", cause=cause)
-        hold(answer, world, "checkpoint", cause=cause)
 
     @pytest.mark.gpu
     @pytest.mark.exact("wrap", "checkpoint")
