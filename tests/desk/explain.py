@@ -249,7 +249,7 @@ def _raised(error: BaseException, judged: Judged, here: dict[str, Any]) -> Probl
             if mine and about not in [name.partition(".")[0] for name in mine]:
                 # and may have made what is called here
                 where += f" (the spec is about {about})"
-        elif isinstance(error, ValueError) and is_raised_on_purpose(error):
+        elif judged.function and isinstance(error, ValueError) and is_raised_on_purpose(error):
             where = "your code refuses at this line what the contract allows"
             public = contract.functions(judged.reference)
             about = next((name for name in reversed(mine) if name in public), judged.function)

@@ -296,6 +296,16 @@ def test_a_mistake_that_is_the_cause_breaks_the_sentence_of_its_own_spec(judged)
         assert explain(failure.but(home=home), mine).contract == "mean, count: of all"
 
 
+def test_what_is_refused_against_the_contract_is_told_with_what_it_refuses(judged):
+    mine = judged('def mean(values):\n    raise ValueError("odd")\n')
+    mine.reference.write_text(
+        'def mean():\n    """Mean.\n\n    Raises:\n        no values.\n    """\n'
+    )
+    problem = told(mine)
+    assert problem.cause == "your code refuses at this line what the contract allows"
+    assert problem.contract == "mean, Raises: no values."
+
+
 def test_what_an_error_says_and_leaves_behind_is_a_sentence_of_the_module(judged):
     mine = judged(SOLUTION)
     mine.reference.write_text('"""Means.\n\n    errors  name the value\n"""\n')

@@ -1,12 +1,11 @@
-"""A right answer of another shape: rows kept by hand, own files for every rank, one small sum."""
+"""A right answer of another shape: units by path, explicit prefetching, one small sum."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (samples, ...)
@@ -23,9 +22,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to the mean ove
 BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-_T = TypeVar("_T")
-
-# The mesh of every model that `wrap` or `build` has sharded.
+# The mesh of every model that `wrap` has sharded.
 _MESHES: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
 
 
@@ -43,18 +40,6 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _rows(total: int, parts: int, part: int) -> tuple[int, int]:
-    """The run of rows, from start to stop, that the part gets: equal runs, rounded up."""
-    run = -(-total // parts)
-    return min(part * run, total), min((part + 1) * run, total)
-
-
-def _own_rows(total: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """The run of rows that this rank holds."""
-    group = mesh.get_group()
-    return _rows(total, group.size(), group.rank())
-
-
 def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> list[int]:
     """A few whole numbers, each reduced over the ranks."""
     numbers = torch.tensor(values, dtype=torch.int64, device=_device(mesh))
@@ -62,41 +47,11 @@ def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType, mesh: DeviceMes
     return numbers.tolist()
 
 
-def _together(mesh: DeviceMesh, what: str, action: Callable[[], _T]) -> _T:
-    """Run `action` on every rank; where it fails on any rank, every rank raises."""
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as caught:
-        error = caught
-    (failed,) = _reduced([error is not None], dist.ReduceOp.MAX, mesh)
-    if error is not None:
-        raise error
-    if failed:
-        raise OSError(f"{what}: another rank has failed")
-    return result
-
-
-def _sharded(tensor: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """The tensor of `shape` of which this rank holds the rows `tensor`."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        tensor, mesh, (Shard(0),), run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
 def _give_back(model: nn.Module) -> None:
     """Every unit gives back what it has gathered: the model's parameters are its shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _drop_gradients(model: nn.Module) -> None:
-    """No unit is gathered, and no shard has a gradient."""
-    _give_back(model)
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 # Part 1; `dtype` is part 2, `checkpoint` is part 3
@@ -129,24 +84,20 @@ def _plan(model: nn.Module, mesh: DeviceMesh, block_types: BlockTypes, dtype: to
     # Every path to a module counts here: one that is reached from two units belongs to both.
     unit: dict[str, nn.Module] = {}  # of a path, the block that its module is in, or the model
     owner: dict[nn.Parameter, nn.Module] = {}
-    depth: dict[nn.Module, int] = {}
+    blocks: list[nn.Module] = []
     inner: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         above = unit[path.rpartition(".")[0]] if path else model
         unit[path] = above
         if isinstance(module, classes) and path:
             unit[path] = module
-            # The longest path to an inner block is longer than that to any block it is in.
-            depth[module] = max(depth.get(module, 0), path.count("."))
+            blocks.append(module)
             if above is not model:
                 inner.add(module)
         for name, parameter in module.named_parameters(path, False, False):
-            if parameter.ndim == 0:
-                raise ValueError(f"the parameter {name} has no rows to deal out")
             if owner.setdefault(parameter, unit[path]) is not unit[path]:
                 raise ValueError(f"two units share the parameter {name}")
-    blocks = sorted(depth, key=lambda block: depth[block], reverse=True)
-    return _Plan(blocks, inner)
+    return _Plan(blocks[::-1], inner)  # a block's path comes before those in it
 
 
 def _shard(
@@ -159,9 +110,6 @@ def _shard(
     checkpoint: bool,
 ) -> None:
     """Shard the model as `wrap` says, but for the optimizer."""
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():  # fully_shard wants rows that lie one after another
-            parameter.data = parameter.data.contiguous()
     policy = outermost = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
@@ -209,29 +157,9 @@ def _recompute_in_backward(block: nn.Module) -> None:
             args,
             kwargs,
             use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), _spare_buffers(block)),
         )
 
     block.forward = run
-
-
-@contextlib.contextmanager
-def _spare_buffers(block: nn.Module) -> Iterator[None]:
-    """The block works on copies of its buffers: what it counts in them, it has counted before."""
-    buffers = [
-        (module, name, buffer)
-        for module in block.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
-    for module, name, buffer in buffers:
-        module._buffers[name] = copies[buffer]
-    try:
-        yield
-    finally:
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
 
 
 def wrap(
@@ -278,30 +206,21 @@ def train_step(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}, not positive")
     mesh = _mesh(model)
-    samples = [_samples(batch) for batch in micro_batches]
+    samples = [len(inputs) for inputs, _ in micro_batches]
     count = len(samples)
-    flawed = count == 0 or 0 in samples
-    any_flawed, most, minus_least = _reduced([flawed, count, -count], dist.ReduceOp.MAX, mesh)
-    if any_flawed or most != -minus_least:
-        raise ValueError(
-            f"this rank has {count} micro-batches: every rank must have the same number of them, "
-            "one at least, each with as many targets as inputs, and some"
-        )
+    most, minus_least = _reduced([count, -count], dist.ReduceOp.MAX, mesh)
+    if count == 0 or most != -minus_least:
+        raise ValueError(f"this rank has {count} micro-batches, another more or fewer, or none")
     (total,) = _reduced([sum(samples)], dist.ReduceOp.SUM, mesh)
 
-    _drop_gradients(model)
+    _give_back(model)
+    model.zero_grad()
     loss = torch.zeros((), dtype=torch.float64, device=_device(mesh))
-    try:
-        for index, batch in enumerate(micro_batches):
-            model.set_requires_gradient_sync(sync == "each" or index == count - 1)
-            share = samples[index] / total
-            # The reduction takes the mean over the ranks, hence the factor.
-            loss += share * _forward_backward(model, batch, loss_fn, share * mesh.size())
-    except BaseException:
-        _drop_gradients(model)
-        raise
-    finally:
-        model.set_requires_gradient_sync(True)
+    for index, batch in enumerate(micro_batches):
+        model.set_requires_gradient_sync(sync == "each" or index == count - 1)
+        share = samples[index] / total
+        # The reduction takes the mean over the ranks, hence the factor.
+        loss += share * _forward_backward(model, batch, loss_fn, share * mesh.size())
 
     with torch.no_grad():
         gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
@@ -317,14 +236,6 @@ def train_step(
                 gradient.mul_(factor)
     optimizer.step()
     return StepResult(mean_loss, norm)
-
-
-def _samples(batch: Batch) -> int:
-    """How many samples the micro-batch has; 0 if it is flawed."""
-    inputs, targets = batch
-    if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
-        return 0
-    return len(inputs)
 
 
 def _forward_backward(model: nn.Module, batch: Batch, loss_fn: LossFn, factor: float) -> Tensor:

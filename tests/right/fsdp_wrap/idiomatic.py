@@ -78,11 +78,9 @@ def _shard(
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
         root_policy = replace(policy, output_dtype=torch.float32)
-    # Inner blocks first, over all paths: a block may be in several modules.
-    paths = dict(model.named_modules(remove_duplicate=False))
-    blocks = {p: m for p, m in paths.items() if p and isinstance(m, block_types)}
+    blocks = {p: m for p, m in model.named_modules() if p and isinstance(m, block_types)}
     nested = {m for p, m in blocks.items() if any(p.startswith(outer + ".") for outer in blocks)}
-    for block in dict.fromkeys(reversed(blocks.values())):
+    for block in reversed(blocks.values()):  # inner ones first
         if checkpoint and block not in nested:
             # Inside of FSDP's hooks: the forward runs again on what backward has gathered.
             block.forward = partial(_run, block.forward)
@@ -141,36 +139,24 @@ def train_step(
     group, ranks, device = mesh.get_group(), mesh.size(), mesh.device_type
 
     sizes = [len(inputs) for inputs, _ in micro_batches]
-    valid = all(len(x) == len(y) > 0 for x, y in micro_batches)
-    mine = torch.tensor([len(sizes), sum(sizes), valid], device=device)
-    everyone = mine.new_empty(ranks * 3)
+    mine = torch.tensor([len(sizes), sum(sizes)], device=device)
+    everyone = mine.new_empty(ranks * 2)
     dist.all_gather_into_tensor(everyone, mine, group)
-    counts, samples, validities = everyone.view(ranks, 3).unbind(1)
-    if counts.min() < 1 or counts.min() != counts.max() or not validities.all():
-        raise ValueError(
-            "every rank needs the same number of micro-batches, one or more, and in each as many "
-            f"targets as inputs, one or more; this rank has {len(sizes)} micro-batches"
-        )
+    counts, samples = everyone.view(ranks, 2).unbind(1)
+    if counts.min() < 1 or counts.min() != counts.max():
+        raise ValueError(f"every rank needs as many micro-batches, and not none: {counts.tolist()}")
     total_samples = samples.sum().item()
 
     for param in shards:
         param.grad = None
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    try:
-        for i, (inputs, targets) in enumerate(micro_batches):
-            model.set_requires_gradient_sync(sync == "each" or i == len(sizes) - 1)
-            loss = loss_fn(model(inputs), targets)
-            # FSDP takes the mean over the ranks.
-            (loss * (sizes[i] * ranks / total_samples)).backward()
-            loss_sum += loss.detach() * sizes[i]
-            del loss  # and its graph
-    except BaseException:
-        for param in shards:
-            param.grad = None
-        raise
-    finally:
-        model.set_requires_gradient_sync(True)
-        _shards(model)
+    for i, (inputs, targets) in enumerate(micro_batches):
+        model.set_requires_gradient_sync(sync == "each" or i == len(sizes) - 1)
+        loss = loss_fn(model(inputs), targets)
+        # FSDP takes the mean over the ranks.
+        (loss * (sizes[i] * ranks / total_samples)).backward()
+        loss_sum += loss.detach() * sizes[i]
+        del loss  # and its graph
 
     grads = [param.grad.to_local() for param in shards if param.grad is not None]
     square = nn.utils.get_total_norm(grads).to(loss_sum).square()

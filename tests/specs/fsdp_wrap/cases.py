@@ -102,10 +102,6 @@ GROUPS: dict[str, dict[str, Case]] = {
         "all ranks": Case(script=STEPS[:2]),
         "meshes of half of the ranks": Case(half=True, script=STEP),
     },
-    "evaluation": {
-        "given back": Case(DROP, script=EVALUATE, train=False),
-        "kept": Case(DROP, KEPT, script=EVALUATE, train=False),
-    },
     "bfloat16": {
         "odd sizes": Case(wrap=BF16),
         "frozen": Case(SHAPES["frozen"], BF16),

@@ -9,7 +9,6 @@ where the answer gives just that, the mistake is the cause.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -114,9 +113,7 @@ def _alike(got: Any, want: Any, near: float) -> bool:
 
 def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> None:
     __tracebackhide__ = True
-    of_a_pass = _of_a_pass_by_hand(one, observable)
     likely = next((c for start, c in CAUSES.items() if observable.startswith(start)), cause)
-    likely = of_a_pass or likely
     want, suspects = one.trace.get(observable), dict[str, Tensor]()
     what = observable
     law, _, step = observable.partition(" of ")
@@ -139,25 +136,16 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
         missing = "they are never reduced, or cleared before the step has used them"
         if _is_right("weights", trace, one):
             missing = "the step has used them, and they are cleared after it"
+        if "by hand" in observable:
+            missing = cause
         if isinstance(got, Tensor) and not got.any():
             likely = "zeros are there, where there should be no gradient"
         fail(
             expected=f"{what}: {'none' if want is None else 'there'}",
             got="none" if got is None else "there is one",
-            cause=likely if want is None else of_a_pass or missing,
+            cause=likely if want is None else missing,
         )
     check_equal(got, want, what, cause=likely)
-
-
-def _of_a_pass_by_hand(one: Alone, observable: str) -> str:
-    """What it means that a pass by hand is otherwise, where a step has come before it."""
-    number = re.search(r" of step (\d+), by hand", observable)
-    if number is None or "step" not in one.case.script[: int(number[1]) - 1]:
-        return ""
-    return (
-        "what train_step has set stays: a divide factor, sums for means, no synchronisation; or "
-        "gradients of before are in it"
-    )
 
 
 def _of_runs(got: dict[str, int], want: dict[str, int]) -> str:
@@ -241,12 +229,6 @@ def whole(one: Alone) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
     return there, {p: there[name] for name, p in one.parameters if name in there}
 
 
-def shard(grad: Tensor, rank: int, ranks: int) -> Tensor:
-    """The rows of a rank."""
-    rows = math.ceil(len(grad) / ranks)
-    return grad[rank * rows : (rank + 1) * rows]
-
-
 def norm(grads: Iterable[Tensor]) -> Tensor:
     return torch.stack([grad.norm() for grad in grads]).norm()
 
@@ -259,7 +241,7 @@ def norms(one: Alone) -> Guesses:
     want = norm(distinct.values())
     found = {
         "it is not over all shards of all ranks, but over this rank's": norm(
-            shard(p, place, ranks) for p in distinct.values()
+            torch.cat((*g.chunk(ranks)[place : place + 1], g[:0])) for g in distinct.values()
         ),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
         "a tied parameter is counted under each of its names": norm(there.values()),

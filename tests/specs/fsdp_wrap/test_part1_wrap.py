@@ -37,7 +37,7 @@ class TestPart1Wrap:
     def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(
         self, answer, device, ranks
     ):
-        """In blocks, in the root, trained or not, with and without rows here, also on one rank."""
+        """In blocks, in the root, trained, tied or frozen, with and without rows here."""
         model, kinds = SHAPES["frozen"]()
         with simulated_world(ranks, device, rank=ranks - 1) as mesh:
             optimizer = answer.wrap(model.to(device), mesh, kinds, adamw)
@@ -84,9 +84,7 @@ class TestPart1Wrap:
 
     @pytest.mark.exact("wrap", "values")
     def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
-        """Rows of 13, 40 and 3 on 2 ranks: hardly anything divides. Then frozen, tied and nested
-        ones, no root, blocks with keywords and tuples.
-        """
+        """Rows of 13, 40 and 3 on 2 ranks: hardly anything divides."""
         cause = "the optimizer holds the parameters of before, or not those of every unit; or the "
         cause += "mean over ranks is taken otherwise; or a step sees weights of before; or a "
         cause += "parameter is in no unit, so it has this rank's gradient only"
@@ -172,17 +170,13 @@ class TestPart1Wrap:
     def test_a_forward_alone_leaves_nothing_gathered(
         self, answer, reference, device, shape, options
     ):
-        """Where the root has nothing, FSDP2 gathers a block too many in the next step, and before
-        torch 2.13 nothing public makes it forget.
-        """
+        """If the root has nothing, FSDP2 gathers a block more in the next step."""
         check_forward_alone(answer, reference, device, shape, **options)
 
     @pytest.mark.survives("wrap", "Raises")
     @pytest.mark.parametrize("what", REFUSED, ids=lambda w: w.replace(" ", "_"))
     def test_refuses_what_cannot_be_sharded(self, answer, device, what):
-        """A parameter of two units would have a shard in one and be whole in the other; on a mesh
-        of two dimensions fully_shard replicates over the first; float16 needs a loss scale.
-        """
+        """On a mesh of two dimensions fully_shard would replicate; float16 needs a loss scale."""
         with simulated_world(8, device) as mesh:
             check_refused(answer, mesh, what)
 
@@ -190,18 +184,9 @@ class TestPart1Wrap:
     def test_wrapping_changes_no_value_and_no_flag(self, answer, world):
         world.run(answer, programs.keeps_values)
 
-    @pytest.mark.survives("wrap", 1)
-    def test_evaluation_between_the_steps_is_that_of_one_process(self, answer, world):
-        """Nothing gives a unit back at the end of a backward pass that never comes."""
-        cause = "a forward pass that no backward follows sees other weights, or has dropout on; or "
-        cause += "what one has gathered before a step is still there after it"
-        hold(answer, world, "evaluation", cause=cause)
-
     @pytest.mark.survives("wrap", 4)
     @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_only_the_ranks_of_the_mesh_share_the_model(self, answer, world):
-        """One model on four ranks, where one has no row of the head; then two side by side, each on
-        half of the ranks, with data of its own.
-        """
+        """One model on four ranks, where one has no row of the head; then two on two ranks each."""
         cause = "another group than the mesh's takes part: that of all ranks, which is the default"
         hold(answer, world, "meshes", cause=cause)

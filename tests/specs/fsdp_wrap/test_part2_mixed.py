@@ -76,9 +76,7 @@ class TestPart2Mixed:
 
     @pytest.mark.survives("wrap", 5)
     def test_units_cast_what_they_get(self, answer, device, world):
-        """A block gets what a float32 buffer has been multiplied into, also in a dict; the model
-        gets tokens, and perhaps a mask in a dict. Checkpointed too.
-        """
+        """A block gets the product with a float32 buffer; the model gets tokens, or a mask too."""
         cause = "inputs reach a unit as they come; or tokens are cast"
         hold(answer, world, "bfloat16 inputs", cause=cause)
         with simulated_world(8, device) as mesh:

@@ -32,8 +32,7 @@ class TestPart3TrainStep:
     @pytest.mark.works("train_step", "loss")
     def test_a_step_is_on_the_mean_over_the_samples_of_all_ranks(self, answer, world):
         """Samples 3 and 2 on rank 0, 1 and 6 on rank 1: sum of n_b * (mean loss of b) / 12. Then
-        four steps with other numbers of samples and of micro-batches; a rank's own number comes
-        again where that of the other is new.
+        four steps with other numbers of samples and of micro-batches.
         """
         cause = "a sample does not count once in every step, or a step is taken too often"
         hold(answer, world, "steps", cause=cause)
@@ -62,9 +61,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("wrap", "checkpoint")
     def test_checkpointing_leaves_the_gradients_as_they_are(self, answer, world):
-        """In float32 and given back, in bfloat16 and kept, in eval mode; every block runs twice, no
-        more, a frozen one too.
-        """
+        """With each option of wrap, and in eval mode, every block runs twice, a frozen one too."""
         cause = "the recomputation has another dropout mask, or another input"
         hold(answer, world, "checkpoint and dropout", cause=cause)
         hold(answer, world, "checkpoint", cause=cause)
@@ -86,9 +83,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", "gradients")
     def test_gradients_are_of_this_step_alone(self, answer, world):
-        """Old gradients are there, or an evaluation comes before; a part has no gradient; there are
-        two groups of parameters, and a plain step comes.
-        """
+        """Old gradients are there, or an evaluation comes before, or a part has no gradient."""
         cause = "gradients from before the step are in it, or those of the step are cleared or "
         cause += "scaled afterwards"
         hold(answer, world, "gradients", cause=cause)
@@ -109,8 +104,7 @@ class TestPart3TrainStep:
     @pytest.mark.saves("train_step", "memory")
     def test_holds_shards_of_gradients_and_one_micro_batch(self, answer, reference, device):
         """Gradients: shards + the whole ones of two blocks. Parameters: two blocks and the root's
-        unit, also from one micro-batch to the next, which would save a gather of every block.
-        Activations: those of one micro-batch.
+        unit. Activations: those of one micro-batch.
         """
         check_held(answer, reference, device, "each")
 
@@ -121,10 +115,8 @@ class TestPart3TrainStep:
         "what is inside the blocks is kept, or all blocks are recomputed at once",
     )
     def test_a_checkpointed_block_keeps_its_input_only(self, reference, device):
-        """With B blocks: the activations of one block without checkpoints + B - 1 inputs of blocks.
-        One rank, which has all rows, recomputes as others do.
-
-        A block keeps, plain, some 9 times its input: x, norm(x), and 3 times as wide tanh(up).
+        """With B blocks: the activations of one block without checkpoints + B - 1 inputs of blocks,
+        of which a plain block keeps some 9: x, norm(x), and 3 times as wide tanh(up).
         """
 
         def most(module, shape=narrow, checkpoint=True):
@@ -142,9 +134,7 @@ class TestPart3TrainStep:
         ids=["_".join(map(str, counts)) for counts in COUNTS],
     )
     def test_other_numbers_of_micro_batches_are_refused_by_all(self, answer, world, counts):
-        """Who raises alone leaves the others waiting for ever. Of four ranks the first and the last
-        may agree, and the sum be right.
-        """
+        """Who raises alone leaves others waiting. Of four ranks the first and the last agree."""
         world.run(answer, programs.refuses_counts, counts)
 
     @pytest.mark.survives("train_step", "Raises")

@@ -14,9 +14,7 @@ from specs.fsdp_wrap.simulated import check_calls_of_steps, check_held
 class TestPart4SyncLast:
     @pytest.mark.works("train_step", 1)
     def test_the_last_micro_batch_reduces_for_all(self, answer, world):
-        """Of 2, 3 and 1 micro-batches; of one the first is the last. Then with clipping,
-        checkpoints, kept blocks, two groups, old gradients, and a plain step after.
-        """
+        """Of one micro-batch the first is the last."""
         cause = "a backward pass reduces that should not, or the last one does not; or an option "
         cause += "is forgotten; or what was switched off for a few micro-batches stays"
         hold(answer, world, "last", cause=cause)
@@ -38,7 +36,6 @@ class TestPart4SyncLast:
     @pytest.mark.saves("train_step", 1)
     def test_holds_one_set_of_whole_gradients(self, answer, reference, device):
         """Gradients: shards + the whole ones of the model, and of a block that are added to those
-        of the micro-batch before. Parameters: two blocks and the root's unit. Activations: those
-        of one micro-batch.
+        of the micro-batch before. The rest is as without it.
         """
         check_held(answer, reference, device, "last")
