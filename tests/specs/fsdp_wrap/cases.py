@@ -64,7 +64,6 @@ class Case:
 
     plain      zero_grad, forward, backward and step by hand, with equal samples on every rank
     step       train_step
-    evaluate   a forward under no_grad, and one more between the next backward and its step
     stale      gradients of 1000 are there
     train      train mode from now on
     """
@@ -87,7 +86,6 @@ BF16, KEPT, CHECKPOINT = (
 STEP, STEPS, LAST = ("step",), ("step",) * 4, {"sync": "last"}
 DROP = made(blocks=2, drop=0.4)
 CLIP = {"max_norm": 0.2}  # far below every norm
-EVALUATE = ("evaluate", "plain") * 2
 
 GROUPS: dict[str, dict[str, Case]] = {
     "values": {
@@ -108,7 +106,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "blocks that end in float32": Case(ending, BF16),
         "nested": Case(SHAPES["nested"], BF16),
         "only blocks, kept": Case(SHAPES["only blocks"], BF16 | KEPT),
-        "eval mode, evaluated before": Case(DROP, BF16, script=EVALUATE, train=False),
+        "eval mode": Case(DROP, BF16, train=False),
     },
     "bfloat16 inputs": {
         "tokens": Case(tabled, BF16, lengths=True),
@@ -121,7 +119,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "gradients": {
         "old gradients": Case(script=("stale", "step", "step")),
         "a detached block": Case(detached, script=("stale", "step"), make_optimizer=adamw),
-        "kept, evaluated before it": Case(wrap=KEPT, script=("step", "evaluate", "step", "plain")),
+        "kept, and a plain step": Case(wrap=KEPT, script=("step", "step", "plain")),
         "two groups, dropout in eval mode": Case(
             DROP, script=("stale", "step"), make_optimizer=in_groups, train=False
         ),
@@ -147,9 +145,7 @@ GROUPS: dict[str, dict[str, Case]] = {
     "checkpoint": {
         "kept, bfloat16": Case(DROP, CHECKPOINT | KEPT | BF16, script=STEP),
         "nested, bfloat16": Case(SHAPES["nested"], BF16 | CHECKPOINT),
-        "eval mode, bfloat16, evaluated before": Case(
-            DROP, CHECKPOINT | BF16, script=EVALUATE, train=False
-        ),
+        "eval mode, bfloat16": Case(DROP, CHECKPOINT | BF16, train=False),
         "a frozen block": Case(SHAPES["frozen"], CHECKPOINT, script=STEP),
     },
     "checkpointed shapes": {

@@ -92,29 +92,15 @@ class Play:
         steps: list[object] = []
         self.trace["dtype of shards"] = {name: p.dtype for name, p in self.model.named_parameters()}
         self.optimizer.register_step_post_hook(lambda *_: steps.append(_))
-        is_pending = False
         for number, event in enumerate(self.case.script):
             label = f"step {number + 1}" + ", by hand" * (event == "plain")
             self.runs = {}
-            if event == "evaluate":
-                self.trace[f"output after {number} things"] = self.look()
-                is_pending = True
-            else:
-                getattr(self, event)(number, label, is_pending)
-                is_pending = False
+            getattr(self, event)(number, label)
             if self.runs and event in ("plain", "step"):
                 self.trace[f"runs of blocks in {label}, recomputed ones too"] = dict(self.runs)
         self.trace["steps of the optimizer"] = len(steps)
         self.trace["weights"] = weights(self.model)
         return self.trace
-
-    def look(self) -> Tensor:
-        """No run of a block counts."""
-        inputs, runs = draw.randn(3, FEATURES, generator=draw.generator(77)), dict(self.runs)
-        with torch.no_grad():
-            out: Tensor = self.model(inputs.to(device()))
-        self.runs = runs
-        return out.clone()
 
     def train(self, *_: Any) -> None:
         self.model.train()
@@ -178,16 +164,14 @@ class Alone(Play):
     def _vector(self) -> Tensor:
         return vector(gradients_of(self.parameters), self.parameters)
 
-    def plain(self, number: int, label: str, is_pending: bool) -> None:
+    def plain(self, number: int, label: str) -> None:
         self.optimizer.zero_grad()
         self._passes(number)
         self.trace[f"dtype of the output in {label}"] = torch.float32
         self.note(label, self.parameters)
-        if is_pending:
-            self.trace[f"output between backward and {label}"] = self.look()
         self.optimizer.step()
 
-    def step(self, number: int, label: str, _: bool) -> None:
+    def step(self, number: int, label: str) -> None:
         self.optimizer.zero_grad()
         mean = self._passes(number)
         self.whole = self.whole or gradients_of(self.parameters)
@@ -216,7 +200,7 @@ class _Answer(Play):
         self.trace["names in the state dict"] = [*self.model.state_dict()]
         self.parameters = named(self.model)
 
-    def plain(self, number: int, label: str, is_pending: bool) -> None:
+    def plain(self, number: int, label: str) -> None:
         ((inputs, targets),) = batches(self.case, number, self.rank, self.size)
         draw.seed(8 + self.rank)
         self.optimizer.zero_grad()
@@ -224,11 +208,9 @@ class _Answer(Play):
         self.trace[f"dtype of the output in {label}"] = output.dtype
         mse(output, targets).backward()
         self.note(label, self.parameters)
-        if is_pending:
-            self.trace[f"output between backward and {label}"] = self.look()
         self.optimizer.step()
 
-    def step(self, number: int, label: str, _: bool) -> None:
+    def step(self, number: int, label: str) -> None:
         window = batches(self.case, number, self.rank, self.size)
         draw.seed(8 + self.rank)
         result = self.answer.train_step(

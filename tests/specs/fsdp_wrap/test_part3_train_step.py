@@ -83,7 +83,7 @@ class TestPart3TrainStep:
 
     @pytest.mark.exact("train_step", "gradients")
     def test_gradients_are_of_this_step_alone(self, answer, world):
-        """Old gradients are there, or an evaluation comes before, or a part has no gradient."""
+        """Old gradients are there, or a part has no gradient, or a plain step follows."""
         cause = "gradients from before the step are in it, or those of the step are cleared or "
         cause += "scaled afterwards"
         hold(answer, world, "gradients", cause=cause)
