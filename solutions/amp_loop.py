@@ -279,12 +279,13 @@ class LossScaler:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
-        # A sum of finite numbers may overflow. One bool(), as each waits for the device.
-        extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]
-        finite = not extremes or bool(torch.stack(extremes).isfinite().all())
+        # An infinity or a NaN stays in a sum, which reads what the division has just written.
+        sums = [grad.div_(self._scale).sum() for grad in grads]
+        finite = _all_finite(sums)
+        if not finite:  # or a sum of huge finite ones has overflowed, which extremes never do
+            extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]
+            finite = _all_finite(extremes)
         self._overflow[id(optimizer)] = not finite
-        for grad in grads:
-            grad.div_(self._scale)
 
     def step(self, optimizer: Optimizer) -> None:
         """Step, unless they overflowed."""
@@ -423,6 +424,11 @@ def load_checkpoint(
     _load(parts, state)
     torch.set_rng_state(state["random"])  # dropout goes on from the same draw
     torch.cuda.set_rng_state_all(state["cuda_random"][: torch.cuda.device_count()])
+
+
+def _all_finite(numbers: list[Tensor]) -> bool:
+    """Waits for the device, once for all."""
+    return not numbers or bool(torch.stack(numbers).isfinite().all())
 
 
 def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
