@@ -4,10 +4,10 @@ A sharded model is one of fully_shard: on N ranks a rank holds 1/N of each param
 rounded up; it may have just been evaluated. A rank's part is its rows of weights and optimizer
 state. All ranks call these functions together, with the same arguments.
 
-    together   where one rank fails, every rank raises, others any error; none is left waiting
+    together   where one rank raises an Exception, every rank raises any error; none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
     errors     what Raises lists is a ValueError on every rank that names the offending value,
-               before any change; others any error; Ctrl-C may end a rank alone
+               before any change
 
 Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpoint.
 """
@@ -39,7 +39,8 @@ def build(
 
         values     those of one process that calls `init` on each module, in the order of
                    `model.modules()`: the same bits on any number of ranks
-        units      fully_shard has each block, inner ones too, and the model for the rest
+        units      fully_shard has each block, without the blocks inside it, and the model for
+                   the rest
         optimizer  made of the shards
         memory     a rank holds at most its shards, the buffers, and two units whole
 
@@ -54,12 +55,12 @@ def build(
 
     Details:
         1. `init` draws from the default generator, which has the same state on every rank; what
-           it draws in one process is all that moves the generator; make_optimizer draws nothing.
-           `init` knows a module by isinstance(), for fully_shard changes its type().
+           it draws in one process is all that moves the generator: make_model and make_optimizer
+           draw nothing. `init` knows a module by isinstance(), for fully_shard changes its type().
         2. A parameter of two modules in one unit stays tied; each of them sets it anew, and the
-           last one counts.
+           last one counts. No two modules share a buffer.
         3. Train mode, requires_grad and the keys of state_dict() stay as make_model has left them.
-           A block inside another stands in the model only once.
+           A block stands in the model only once.
     """
     raise NotImplementedError
 
@@ -79,8 +80,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     Args:
         folder: of all checkpoints of a run; made if missing; anything else in it stays.
         model: sharded over all ranks, which have the same buffers.
-        optimizer: of torch.optim, elementwise (SGD, AdamW), its settings no tensors; has made a
-            step with every parameter that requires a gradient, and with no others.
+        optimizer: SGD, Adam or AdamW of torch.optim, its settings no tensors; has made a step
+            with every parameter that requires a gradient, and with no others.
         step: of training, from 1.
 
     Raises:
@@ -100,7 +101,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     """Load the newest complete checkpoint, on any number of ranks.
 
         goes on  training continues as if it had not stopped: weights, persistent buffers,
-                 optimizer state and settings, such as learning rates, are as saved
+                 optimizer state, on ranks without rows too, and all settings of each group, such
+                 as learning rates, are as saved
         drops    `grad` of all parameters
         memory   as in `save`, new state included; a mapped file counts whole
 
@@ -116,7 +118,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint; other names or shapes of weights or buffers. Names the folder.
+        no checkpoint; other names or shapes of weights or persistent buffers. Names the folder.
     """
     raise NotImplementedError
 
@@ -127,8 +129,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Save the weights as one file, for `torch.load` and the model as it is without shards.
 
-        contents  the state dict of the model without shards: ordinary tensors on the cpu, without
-                  padding; a tied weight under all its names, with one storage
+        contents  names and values of the state dict of the model without shards: ordinary tensors
+                  on the cpu, without padding; a tied weight under all its names, with one storage
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter, padded
         whole     the file is complete or not there; one from before stays until then, if the
@@ -137,7 +139,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         >>> save_whole("model.pt", model)
 
     Args:
-        path: of the file.
+        path: of the file; its folder is there.
         model: sharded.
     """
     raise NotImplementedError
@@ -161,4 +163,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub db299632f568
+# untouched stub 440d049cd477

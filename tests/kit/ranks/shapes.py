@@ -40,22 +40,6 @@ class Deep(Block):
         return super().forward(self.outer(x))
 
 
-class Twice(nn.Module):
-    """One block that runs twice, and stands in the tree at two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(FEATURES, WIDTH)
-        self.first = Block(WIDTH)
-        self.other = Block(WIDTH)
-        self.again = self.first
-        self.head = nn.Linear(WIDTH, OUTPUTS)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.head(self.again(self.other(self.first(self.embed(inputs)))))
-        return out
-
-
 class Talker(nn.Module):
     """A block with keywords only, which returns more than one tensor; two weights are one.
 

@@ -12,14 +12,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from kit.laws import draw
+from kit.laws.checks import check_equal
 from kit.laws.toys import mse
 from kit.ranks.rank import device
-from kit.ranks.shapes import Outer, Twice
+from kit.ranks.shapes import Outer
 from kit.ranks.shards import full, mesh, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, Block, Model, data, freeze
 
 SETTINGS = "settings of groups"
-BLOCK_TYPES = (Block, Outer, nn.Sequential, Twice)  # the last one is a whole model
+BLOCK_TYPES = (Block, Outer, nn.Sequential)
 
 
 class Thin(Block):
@@ -147,6 +148,10 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, p in named(model)
         for key, value in optimizer.state.get(p, {}).items()
     }
+    ranks = [{*names} for names in of_all([*held])]
+    lacks = sorted(f"{x} on rank {n}" for n, has in enumerate(ranks) for x in ranks[0] - has)
+    cause = "a rank that has no rows of a parameter has no state for it: it has an empty one"
+    check_equal(lacks, [], "optimizer state that a rank lacks", cause=cause)
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return {**weights(model), **full(held), SETTINGS: groups}
 

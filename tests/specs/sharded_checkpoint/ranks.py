@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -25,6 +26,7 @@ from kit.ranks.shards import check_untouched, local_state, named
 from kit.ranks.toys import OUTPUTS, WIDTH, make
 from specs.sharded_checkpoint.models import (
     SETTINGS,
+    Thin,
     Tiny,
     adamw,
     evaluate,
@@ -41,9 +43,13 @@ from specs.sharded_checkpoint.models import (
 
 WIDE = 48  # rounding to 512 bytes is little of it
 LARGE = 400  # what a process takes besides, some MiB, is little of it
-TRAINED, NEW = "trained", "new"  # what a checkpoint is loaded into
+TRAINED, EVALUATED = "trained", "evaluated"  # what a checkpoint is loaded into
 MANY = 5  # blocks, of which half are more than three times the largest parameter
 ASIDE = "5000000"  # a step above all others
+EVALUATED_LOST = (
+    "after an evaluation parameters() are whole, until reshard(): what is put there is "
+)
+EVALUATED_LOST += "lost, and what is saved is no shard"
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
@@ -63,7 +69,6 @@ def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str,
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # as schedulers do
             group["lr"] = group["lr"] * 0.7
-    evaluate(model)
     answer.save(str(folder), model, optimizer, 2)
     return {"saved": state(model, optimizer), "after": _goes_on(model, optimizer)}
 
@@ -71,27 +76,26 @@ def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str,
 def load_and_go_on(
     answer: Any, rank: int, folder: Path, kind: Any, into: str, saved: dict[str, Any]
 ) -> None:
-    """The checkpoint into a model that has TRAINED, or is NEW; two more steps.
+    """The checkpoint into a model that has TRAINED, or is new and EVALUATED; two more steps.
 
     Both have gradients, and an optimizer with other settings.
     """
     model = sharded(other())
     optimizer = in_groups(model.parameters(), kind, 0.5)
     for group in optimizer.param_groups:
-        group.update(betas=(0.5, 0.6), foreach=False)
+        others = {"betas": (0.5, 0.6), "momentum": 0.5, "foreach": False}
+        group.update({key: value for key, value in others.items() if key in group})
     if into == TRAINED:
         step(model, optimizer, 0)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     held = state(model, optimizer)
-    if into == NEW:
+    if into == EVALUATED:
         evaluate(model)  # last: a state dict would give back what stays gathered after it
     number = answer.load(str(folder), model, optimizer)
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
-    cause = "not everything is saved, or loaded, for each parameter and in its dtype; or state of "
-    cause += "before is left"
-    check_loaded(model, optimizer, saved["saved"], cause, held)
+    check_loaded(model, optimizer, saved["saved"], held, evaluated=into == EVALUATED)
     check_not_persistent(model)
     cause = "what trains afterwards is not what was loaded"
     after = _goes_on(model, optimizer)
@@ -110,15 +114,31 @@ def check_not_persistent(model: Any) -> None:
 
 
 def check_loaded(
-    model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], cause: str, before: Any = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: dict[str, Any],
+    before: Any = None,
+    *,
+    evaluated: bool = False,
+    clause: str = "",
 ) -> None:
+    """Step 2 was saved; where a model had been `evaluated`, what has stayed has another cause."""
     __tracebackhide__ = True
     got, want = state(model, optimizer), {**saved}
     settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
-    check_equal(got, want, "what is loaded", cause=cause, before=before)
+    cause, counts = EVALUATED_LOST, {n: v for n, v in want.items() if n.startswith("step of ")}
+    if not evaluated:
+        cause = "not everything is saved, or loaded, for each parameter and in its dtype; or state "
+        cause += "of before is left"
+    training = {n: torch.full_like(count, 2) for n, count in counts.items()}
+    suspects = {"the step of training is put in place of the optimizer's own": want | training}
+    known = None if evaluated else before
+    what = "what is loaded"
+    check_equal(got, want, what, cause=cause, suspects=suspects, before=known, clause=clause)
     cause = "settings, such as learning rates, are not saved or loaded for every group, or not all"
     cause += " of them, or not anew"
-    check_equal(settings, own, "settings", cause=cause)
+    lists = {"tuples have come back as lists, as from json": json.loads(json.dumps(own))}
+    check_equal(settings, own, "settings", cause=cause, suspects=lists)
 
 
 def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
@@ -192,14 +212,24 @@ def loaded(answer: Any, folder: Path, model: nn.Module, optimizer: Optimizer) ->
     return got[0] if got else error
 
 
-def leaves_alone(answer: Any, rank: int, folder: Path) -> None:
-    """Weights, gradients and optimizer state, where the model has been evaluated."""
-    model, optimizer = small()
-    before = local_state(model, optimizer)
+def saves_evaluated(answer: Any, rank: int, folder: Path) -> None:
+    """Weights, gradients and optimizer state stay; and they are what was saved.
+
+    One of the blocks has been given back after the evaluation.
+    """
+    model = make()
+    model.embed = nn.Sequential(Thin(), model.embed)
+    model, optimizer = trained(model)
+    saved, before = state(model, optimizer), local_state(model, optimizer)
     evaluate(model)
-    answer.save(folder, model, optimizer, 1)
+    answer.save(folder, model, optimizer, 2)
+    cause = "numpy() of a weight that an evaluation has gathered: it cannot be freed any more"
+    check_equal(error_of(model.state_dict), "", "the error of state_dict() after save", cause=cause)
     cause = "whoever saves a checkpoint goes on training with what is there"
     check_untouched(before, model, optimizer, call="save", cause=cause)
+    move(model, optimizer)
+    answer.load(folder, model, optimizer)
+    check_loaded(model, optimizer, saved, evaluated=True, clause="model")
 
 
 def step_rules(answer: Any, rank: int, folder: Path) -> None:
@@ -367,11 +397,10 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | No
 def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
     model, optimizer = small()
     saved = state(model, optimizer)
-    answer.save(folder, model, optimizer, 1)
+    answer.save(folder, model, optimizer, 2)
     move(model, optimizer)
     answer.load(folder, model, optimizer)
-    cause = "what is saved in one dtype is written, or loaded, in another"
-    check_loaded(model, optimizer, saved, cause)
+    check_loaded(model, optimizer, saved)
 
 
 def drops_gradients(answer: Any, rank: int, folder: Path) -> None:

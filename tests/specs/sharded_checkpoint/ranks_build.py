@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from kit.laws import draw
 from kit.laws.checks import check_equal
 from kit.laws.equal import same
 from kit.ranks.rank import device
-from kit.ranks.shapes import Deep, Outer, Twice
+from kit.ranks.shapes import Deep, Outer
 from kit.ranks.shards import full, mesh, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, Model
 from specs.sharded_checkpoint.models import BLOCK_TYPES, Thin, momentum, of_all, sharded
@@ -36,7 +35,8 @@ class Tricky(nn.Module):
         self.sum = nn.Conv1d(OUTPUTS, 1, 2)  # of it only rank 0 has rows
         self.head = nn.Linear(WIDTH, OUTPUTS)
         self.head.bias.requires_grad_(False)
-        self.outer = nn.Sequential(Outer(WIDTH).requires_grad_(False), Deep(WIDTH))
+        inner = Outer(WIDTH).requires_grad_(False), nn.Linear(WIDTH, 2), Deep(WIDTH)
+        self.outer = nn.Sequential(*inner)
         self.pruned = nn.Sequential()  # a block without parameters
         self.spare = Thin().to(torch.bfloat16)
         self.embed = nn.Linear(FEATURES, WIDTH)
@@ -51,18 +51,14 @@ def tied() -> nn.Module:
     return model
 
 
-UNTIED = ["plain", "tricky", "with a block twice"]
-MODELS: dict[str, Any] = dict(zip(UNTIED, [Model, Tricky, Twice], strict=True), tied=tied)
-
-
 def init(module: nn.Module) -> None:
     """Random values for all that is the module's own: whoever is out of order gets other ones.
 
-    And a count on each module, which may have nothing of its own.
+    What is frozen has others; and a count on each module, which may have nothing of its own.
     """
     module.calls_of_init = getattr(module, "calls_of_init", 0) + 1  # type: ignore[assignment]
     for p in module.parameters(recurse=False):
-        nn.init.normal_(p, mean=0.02, std=0.15)
+        nn.init.normal_(p, mean=0.02, std=0.15 if p.requires_grad else 0.3)
     for buffer in module.buffers(recurse=False):
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 1.5)
@@ -77,14 +73,15 @@ def begin() -> None:
 
 
 def alone(
-    kind: str, order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules
+    make: Callable[[], nn.Module],
+    order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules,
 ) -> nn.Module:
     """What one process has.
 
     To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
     """
     with device():
-        model = MODELS[kind]()
+        model = make()
     begin()
     for module in order(model):
         init(module)
@@ -100,22 +97,33 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {**weights(model), **full(dict(model.named_buffers())), **calls}
 
 
-def guesses(kind: str, want: dict[str, Tensor]) -> dict[str, Any]:
+def guesses(make: Callable[[], nn.Module], want: dict[str, Tensor]) -> dict[str, Any]:
     """What well-known mistakes give."""
-    ranks = mesh().size()
+    model, ranks, untied = sharded(make()), mesh().size(), values(alone(Tricky))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    wide = values(alone(lambda: make().float()))
     found = {
         "modules are initialised from the inside out": values(
-            alone(kind, order=lambda m: reversed([*m.modules()]))
+            alone(make, order=lambda m: reversed([*m.modules()]))
         ),
         "a module whose parameters are all tied to modules before is left out": values(
-            alone(kind, order=lambda m: [x for x in m.modules() if x is not getattr(m, "again", 0)])
+            alone(make, order=lambda m: [x for x in m.modules() if x is not getattr(m, "again", 0)])
+        ),
+        "of a tied weight the first module's value is kept: the last one counts": {
+            **untied,
+            "again.weight": untied["embed.weight"],
+        },
+        "init is given float32, and then it is rounded to the dtype of the weight": {
+            name: value.to(want[name].dtype) for name, value in wide.items()
+        },
+        "what is given to init requires a gradient, where the weight is frozen": values(
+            alone(lambda: make().requires_grad_(True))
         ),
         "every rank takes the first rows": {
-            name: torch.cat([value.chunk(ranks)[0]] * ranks)[: len(value)] if value.dim() else value
+            name: torch.cat([value.chunk(ranks)[0]] * ranks)[: len(value)] if name in own else value
             for name, value in want.items()
         },
     }
-    model = sharded(MODELS[kind]())
     begin()
     with torch.no_grad():
         for module in model.modules():
@@ -162,8 +170,8 @@ FACTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 CAUSES = {
     UNITS: "a block is no unit of its own, or what is no block is one, or the model is none",
-    VALUES: "init runs in another order, twice, on what lacks something, or on shards; or what it "
-    "draws from has been seeded anew, or has another dtype",
+    VALUES: "init runs in another order, twice, on what lacks something, or on shards; or the "
+    "generator has been seeded anew",
     TIES: "to_empty(), or a new parameter, has cut the tie",
     MODES: "build has called train() or eval(), has made parameters that require gradients, or has "
     "registered a buffer anew",
@@ -173,29 +181,24 @@ CAUSES = {
 }
 
 
-def built(answer: Any, kind: str) -> Any:
-    """The model and its optimizer."""
-    begin()
-    return answer.build(MODELS[kind], mesh(), BLOCK_TYPES, init, momentum)
-
-
-def built_has(answer: Any, rank: int, kinds: Iterable[str], *facts: str) -> None:
+def built_has(answer: Any, rank: int, make: Callable[[], nn.Module], *facts: str) -> None:
     """Fail unless what was built has that of one process."""
-    for what, kind in itertools.product(facts, kinds):
-        model, optimizer = built(answer, kind)
+    for what in facts:
+        begin()
+        model, optimizer = answer.build(make, mesh(), BLOCK_TYPES, init, momentum)
         on_meta = [name for name, v in model.state_dict().items() if v.is_meta]
         unfinished = "to_empty() has not been called, or not on all that is on meta"
-        check_equal(on_meta, [], f"tensors on meta of the model {kind}", cause=unfinished)
-        got, one = FACTS[what](model, optimizer), sharded(alone(kind))
+        check_equal(on_meta, [], "tensors on meta", cause=unfinished)
+        got, one = FACTS[what](model, optimizer), sharded(alone(make))
         want = FACTS[what](one, momentum(one.parameters()))
         is_wrong = what == VALUES and any(of_all(not same(got, want)))
-        suspects = guesses(kind, want) if is_wrong else {}
+        suspects = guesses(make, want) if is_wrong else {}
         if what == STREAM and got != want:
             begin()
             before = FACTS[STREAM](model, optimizer)
             belief = "this rank has drawn nothing, or its generator is put back to where it was"
             suspects = {belief: before}
-        check_equal(got, want, f"{what} of the model {kind}", cause=CAUSES[what], suspects=suspects)
+        check_equal(got, want, what, cause=CAUSES[what], suspects=suspects)
 
 
 def built_once(answer: Any, rank: int) -> None:

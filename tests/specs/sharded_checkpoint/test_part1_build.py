@@ -33,17 +33,17 @@ class TestPart1Build:
     @pytest.mark.parametrize("world", [3], indirect=True, ids=["3_ranks"])
     def test_has_the_values_of_one_process(self, answer, world):
         """To the bit: the numbers that one process draws, module by module, in its order."""
-        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.VALUES)
+        world.run(answer, ranks.built_has, ranks.Tricky, ranks.VALUES)
 
     @pytest.mark.exact("build", "units")
     def test_every_block_is_a_unit_and_the_model_has_the_rest(self, answer, worlds):
         """On one rank too, where nothing is to be gathered."""
         for size in (2, 1):
-            worlds(size).run(answer, ranks.built_has, ranks.UNTIED, ranks.UNITS)
+            worlds(size).run(answer, ranks.built_has, ranks.Tricky, ranks.UNITS)
 
     @pytest.mark.exact("build", "optimizer")
     def test_the_optimizer_has_each_shard_once(self, answer, world):
-        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.HELD)
+        world.run(answer, ranks.built_has, ranks.Tricky, ranks.HELD)
 
     @pytest.mark.exact("build", "make_model")
     def test_makes_the_model_once_under_meta(self, answer, world):
@@ -79,7 +79,7 @@ class TestPart1Build:
 
     @pytest.mark.survives("build", 1)
     def test_leaves_the_random_stream_where_one_process_does(self, answer, world):
-        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.STREAM)
+        world.run(answer, ranks.built_has, ranks.Tricky, ranks.STREAM)
 
     @pytest.mark.survives("build", "together")
     def test_every_rank_raises_where_one_cannot_build(self, answer, world):
@@ -90,8 +90,8 @@ class TestPart1Build:
     def test_ties_stay(self, answer, world):
         """And have the values of one process: `init` sets what is tied once for each module."""
         facts = ranks.TIES, ranks.VALUES, ranks.STREAM, ranks.HELD
-        world.run(answer, ranks.built_has, ["tied"], *facts)
+        world.run(answer, ranks.built_has, ranks.tied, *facts)
 
     @pytest.mark.survives("build", 3)
     def test_train_mode_and_what_is_frozen_stay(self, answer, world):
-        world.run(answer, ranks.built_has, ranks.UNTIED, ranks.MODES)
+        world.run(answer, ranks.built_has, ranks.Tricky, ranks.MODES)

@@ -62,7 +62,8 @@ class TestPart4OneFile:
         parameters = [*make(ranks.WIDE, ranks.MANY).parameters()]
         peak_of = lambda module: world.run(module, ranks.peak, tmp_path, "save_whole")[1][0]  # noqa: E731
         peak = peak_of(answer)
-        cause = "its whole part is copied or sent at once, not one parameter after another"
+        cause = "a unit is gathered, or its whole part is copied or sent, at once; not one "
+        cause += "parameter after another"
         if peak >= shard_bytes(parameters, 1):
             cause = "every rank gathers the whole model for itself"
         check_bar(
