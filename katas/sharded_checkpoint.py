@@ -1,10 +1,11 @@
 """Sharded checkpoints: build a model that no rank could hold, save it, and go on elsewhere.
 
 A sharded model is one of fully_shard: on N ranks a rank holds 1/N of each parameter's rows,
-rounded up; it may have just been evaluated. A rank's part is its rows of weights and optimizer
-state. All ranks call these functions together, with the same arguments.
+rounded up. A rank's part is its rows of weights and optimizer state. All ranks call these functions
+together, with the same arguments.
 
-    together   where one rank raises an Exception, every rank raises any error; none is left waiting
+    evaluated  a model may just have been; parameters may still be whole
+    together   where one rank raises an Exception, every rank raises an error; none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
     errors     what Raises lists is a ValueError on every rank that names the offending value,
                before any change
@@ -101,8 +102,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     """Load the newest complete checkpoint, on any number of ranks.
 
         goes on  training continues as if it had not stopped: weights, persistent buffers,
-                 optimizer state, on ranks without rows too, and all settings of each group, such
-                 as learning rates, are as saved
+                 optimizer state (on ranks without rows too), and all settings of all groups are
+                 as saved
         drops    `grad` of all parameters
         memory   as in `save`, new state included; a mapped file counts whole
 
@@ -163,4 +164,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 440d049cd477
+# untouched stub de0f1edce52a

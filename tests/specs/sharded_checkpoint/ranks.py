@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.laws.checks import ERRORS, SpecFailure, check_close, check_equal, check_raises
+from kit.laws.checks import (
+    ERRORS,
+    UNTOUCHED,
+    SpecFailure,
+    check_close,
+    check_equal,
+    check_raises,
+)
 from kit.memory.resident import resident
 from kit.memory.ruler import measure
 from kit.ranks.disk import no_room
@@ -46,10 +53,15 @@ LARGE = 400  # what a process takes besides, some MiB, is little of it
 TRAINED, EVALUATED = "trained", "evaluated"  # what a checkpoint is loaded into
 MANY = 5  # blocks, of which half are more than three times the largest parameter
 ASIDE = "5000000"  # a step above all others
-EVALUATED_LOST = (
-    "after an evaluation parameters() are whole, until reshard(): what is put there is "
+LACKS = (
+    "not everything is saved, or loaded, for each parameter and in its dtype; or state of before "
 )
-EVALUATED_LOST += "lost, and what is saved is no shard"
+LACKS += "is left"
+WHOLE = (
+    "after an evaluation parameters() are whole until reshard(): what is put there is lost, and "
+)
+WHOLE += "what is saved from there is no shard"
+HOW = {TRAINED: {"cause": LACKS}, EVALUATED: {"cause": WHOLE, "clause": EVALUATED}}
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
@@ -95,7 +107,7 @@ def load_and_go_on(
     number = answer.load(str(folder), model, optimizer)
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
-    check_loaded(model, optimizer, saved["saved"], held, evaluated=into == EVALUATED)
+    check_loaded(model, optimizer, saved["saved"], HOW[into], held if into == TRAINED else None)
     check_not_persistent(model)
     cause = "what trains afterwards is not what was loaded"
     after = _goes_on(model, optimizer)
@@ -114,31 +126,27 @@ def check_not_persistent(model: Any) -> None:
 
 
 def check_loaded(
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: dict[str, Any],
-    before: Any = None,
-    *,
-    evaluated: bool = False,
-    clause: str = "",
+    model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], how: Any, before: Any = None
 ) -> None:
-    """Step 2 was saved; where a model had been `evaluated`, what has stayed has another cause."""
+    """Step 2 was saved. `how` has the cause, and the clause, of what is otherwise."""
     __tracebackhide__ = True
+    check_given_back(model)
     got, want = state(model, optimizer), {**saved}
     settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
-    cause, counts = EVALUATED_LOST, {n: v for n, v in want.items() if n.startswith("step of ")}
-    if not evaluated:
-        cause = "not everything is saved, or loaded, for each parameter and in its dtype; or state "
-        cause += "of before is left"
-    training = {n: torch.full_like(count, 2) for n, count in counts.items()}
-    suspects = {"the step of training is put in place of the optimizer's own": want | training}
-    known = None if evaluated else before
-    what = "what is loaded"
-    check_equal(got, want, what, cause=cause, suspects=suspects, before=known, clause=clause)
+    steps = {n: torch.full_like(v, 2) for n, v in want.items() if n.startswith("step of ")}
+    counts = {"the step of training is put in place of the optimizer's own": want | steps}
+    check_equal(got, want, "what is loaded", suspects=counts, before=before, **how)
     cause = "settings, such as learning rates, are not saved or loaded for every group, or not all"
     cause += " of them, or not anew"
     lists = {"tuples have come back as lists, as from json": json.loads(json.dumps(own))}
     check_equal(settings, own, "settings", cause=cause, suspects=lists)
+
+
+def check_given_back(model: nn.Module) -> None:
+    """A state dict frees what an evaluation has gathered."""
+    __tracebackhide__ = True
+    error, cause = error_of(model.state_dict), "numpy() of what was gathered: it cannot be freed"
+    check_equal(error, "", "an error of the model's state_dict()", cause=cause, clause=EVALUATED)
 
 
 def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
@@ -212,24 +220,23 @@ def loaded(answer: Any, folder: Path, model: nn.Module, optimizer: Optimizer) ->
     return got[0] if got else error
 
 
-def saves_evaluated(answer: Any, rank: int, folder: Path) -> None:
-    """Weights, gradients and optimizer state stay; and they are what was saved.
-
-    One of the blocks has been given back after the evaluation.
-    """
-    model = make()
-    model.embed = nn.Sequential(Thin(), model.embed)
-    model, optimizer = trained(model)
+def comes_back(answer: Any, rank: int, folder: Path, kind: str) -> None:
+    """What has TRAINED, in two dtypes; or was EVALUATED, and one of its blocks is given back."""
+    model, optimizer = small()
+    if kind == EVALUATED:
+        model = make()
+        model.embed = nn.Sequential(Thin(), model.embed)
+        model, optimizer = trained(model)
     saved, before = state(model, optimizer), local_state(model, optimizer)
-    evaluate(model)
+    if kind == EVALUATED:
+        evaluate(model)
     answer.save(folder, model, optimizer, 2)
-    cause = "numpy() of a weight that an evaluation has gathered: it cannot be freed any more"
-    check_equal(error_of(model.state_dict), "", "the error of state_dict() after save", cause=cause)
+    check_given_back(model)
     cause = "whoever saves a checkpoint goes on training with what is there"
-    check_untouched(before, model, optimizer, call="save", cause=cause)
+    check_untouched(before, model, optimizer, call="save", cause=cause, clause=UNTOUCHED)
     move(model, optimizer)
     answer.load(folder, model, optimizer)
-    check_loaded(model, optimizer, saved, evaluated=True, clause="model")
+    check_loaded(model, optimizer, saved, HOW[kind])
 
 
 def step_rules(answer: Any, rank: int, folder: Path) -> None:
@@ -261,7 +268,7 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
             cause += "a copy has others"
             got = loaded(answer, folder, model, optimizer)
             if ASIDE in str(got):
-                cause = "a name counts that only looks like a checkpoint's, or lies deeper"
+                cause = "a name counts that only looks like a checkpoint's"
             check_equal(got, number, "step of the newest checkpoint", cause=cause)
             dist.barrier()
         for old in dict.fromkeys((number, number - 1, 2)):  # saved or not
@@ -269,14 +276,10 @@ def step_rules(answer: Any, rank: int, folder: Path) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Copies of what has 10 in its name: under a name that looks like a later checkpoint's, and
-    under such a name itself, but in a folder inside.
-    """
-    (old := folder / "old").mkdir()
+    """Copies of what has 10 in its name: under a name that looks like a later checkpoint's."""
     for path in [*folder.glob("*10*")]:
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, folder / path.name.replace("10", f"{ASIDE}-mine"))
-        copy(path, old / path.name.replace("10", ASIDE))
 
 
 def _turn_times(folder: Path) -> None:
@@ -349,17 +352,16 @@ def _fails(*args: Any) -> None:
     raise RuntimeError("this rank cannot")
 
 
-def check_alike(raised: list[str], what: str = "what they have found") -> None:
-    """Both ranks raise, or neither does."""
+HOW_IT_ENDED = "how the last operation has ended"
+
+
+def check_alike(raised: list[str], what: str = "what they have found", must: bool = False) -> None:
+    """Both ranks raise, which they `must`, or neither does."""
     __tracebackhide__ = True
     found, cause = [bool(error) for error in raised], f"the ranks do not tell each other {what}"
-    check_equal(found, [any(found)] * 2, "whether each rank raises", cause=cause)
-
-
-def check_both_raise(raised: list[str]) -> None:
-    __tracebackhide__ = True
-    cause = "an error in writing is swallowed, or the ranks do not tell each other how it has ended"
-    check_equal([bool(error) for error in raised], [True] * 2, "whether each raises", cause=cause)
+    cause += "; or an error in writing is swallowed" if must else ""
+    want = [must or any(found)] * 2
+    check_equal(found, want, "whether each rank raises", cause=cause)
 
 
 def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | None]:
@@ -392,15 +394,6 @@ def peak(answer: Any, rank: int, folder: Path, name: str) -> tuple[int, int | No
         optimizer.state.clear()
         found = max(found[0], once()[0]), found[1]
     return found
-
-
-def keeps_dtypes(answer: Any, rank: int, folder: Path) -> None:
-    model, optimizer = small()
-    saved = state(model, optimizer)
-    answer.save(folder, model, optimizer, 2)
-    move(model, optimizer)
-    answer.load(folder, model, optimizer)
-    check_loaded(model, optimizer, saved)
 
 
 def drops_gradients(answer: Any, rank: int, folder: Path) -> None:

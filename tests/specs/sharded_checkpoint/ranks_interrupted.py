@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from kit.laws.checks import check, check_equal
 from kit.ranks.disk import Copies, before_each_write, different, no_room
 from specs.sharded_checkpoint.models import move, of_all, small, state
-from specs.sharded_checkpoint.ranks import check_both_raise, error_of, loaded
+from specs.sharded_checkpoint.ranks import HOW_IT_ENDED, check_alike, error_of, loaded
 
 States = dict[int, dict[str, Any]]  # what was saved, by step
 Found = tuple[str, Path, States, str]  # when a folder was so, what can be in it, and else the cause
@@ -74,7 +74,7 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> None:
     model, optimizer, saved = _begun(answer, folder)
     with no_room() if rank == full_on else nullcontext():
         raised = of_all(error_of(lambda: answer.save(folder, model, optimizer, 2)))
-    check_both_raise(raised)
+    check_alike(raised, HOW_IT_ENDED, must=True)
     check_loads(answer, folder, saved, "after the save that failed", SPOILED)
     answer.save(folder, model, optimizer, 2)
     new = {2: state(model, optimizer)}

@@ -27,7 +27,8 @@ from specs.sharded_checkpoint.models import (
     trained,
 )
 from specs.sharded_checkpoint.ranks import (
-    EVALUATED_LOST,
+    EVALUATED,
+    HOW,
     check_not_persistent,
     on_rank_0,
     refuses,
@@ -66,10 +67,10 @@ def load_whole_into(answer: Any, rank: int, path: Path) -> None:
     evaluate(model)
     with torch.set_grad_enabled(rank == 0):
         answer.load_whole(str(path), model)
-    got, cause = weights(model), "a rank has not got its part of every weight"
+    got, how = weights(model), {"cause": "a rank has not got its part of every weight"}
     if any(same(got[name], old[name]) for name, _ in named(model)):
-        cause = EVALUATED_LOST
-    check_equal(got, weights(tied()), "weights of the evaluated model", cause=cause)
+        how = HOW[EVALUATED]
+    check_equal(got, weights(tied()), "weights", **how)
     check_not_persistent(model)
     held = {p for group in optimizer.param_groups for p in group["params"]}
     replaced = [name for name, p in named(model) if p not in held]

@@ -34,10 +34,14 @@ class TestPart2SaveAndLoad:
         saved = worlds(saving).run(answer, ranks.save_and_go_on, folder, kind)[0]
         worlds(loading).run(answer, ranks.load_and_go_on, folder, kind, into, saved)
 
+    @pytest.mark.exact("save", "untouched")
+    def test_saves_an_evaluated_model_and_leaves_it_as_it_is(self, answer, world, tmp_path):
+        world.run(answer, ranks.comes_back, tmp_path / "run", ranks.EVALUATED)
+
     @pytest.mark.exact("load", "goes on")
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
         """Weights of 16 and of 64 bits; Adam counts its steps in float32, beyond 256."""
-        world.run(answer, ranks.keeps_dtypes, tmp_path / "run")
+        world.run(answer, ranks.comes_back, tmp_path / "run", ranks.TRAINED)
 
     @pytest.mark.exact("load", "drops")
     def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
@@ -48,10 +52,6 @@ class TestPart2SaveAndLoad:
     def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
         """Six checkpoints take six times the bytes of one."""
         world.run(answer, ranks.save_often, tmp_path / "run")
-
-    @pytest.mark.exact("save", "untouched")
-    def test_saves_an_evaluated_model_and_leaves_it_as_it_is(self, answer, world, tmp_path):
-        world.run(answer, ranks.saves_evaluated, tmp_path / "run")
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):

@@ -40,5 +40,5 @@ class TestPart3SaveInterrupted:
         Or both are killed there. Then one rank goes on.
         """
         zero, one = worlds(2).run(answer, ranks_interrupted.fails_at_the_end, tmp_path / "run")
-        ranks.check_alike([zero[0], one[0]], "how the last operation has ended")
+        ranks.check_alike([zero[0], one[0]], ranks.HOW_IT_ENDED)
         worlds(1).run(answer, ranks_interrupted.loads_each, zero[1], True)
