@@ -4,8 +4,8 @@ A sharded model is one of fully_shard: on N ranks a rank holds 1/N of each param
 rounded up. A rank's part is its rows of weights and optimizer state. All ranks call these functions
 together, with the same arguments.
 
-    evaluated  a model may just have been; parameters may still be whole
-    together   where one rank raises an Exception, every rank raises an error; none is left waiting
+    evaluated  a model may just have been, its parameters still whole
+    together   where one rank raises an Exception, every rank raises; none is left waiting
     untouched  gradients, modes and the random state, unless a line says otherwise
     errors     what Raises lists is a ValueError on every rank that names the offending value,
                before any change
@@ -133,8 +133,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     Args:
         folder: of all checkpoints of a run; made if missing; anything else in it stays.
         model: sharded over all ranks, which have the same buffers.
-        optimizer: SGD, Adam or AdamW of torch.optim, its settings no tensors; has made a step
-            with every parameter that requires a gradient, and with no others.
+        optimizer: SGD, Adam or AdamW, its settings no tensors; has made a step with every
+            parameter that requires a gradient, and with no others.
         step: of training, from 1.
 
     Raises:
@@ -177,8 +177,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
     Args:
         folder: as in `save`.
         model: sharded, of the class that was saved, with the same parameters frozen.
-        optimizer: made alike (class, groups, kind of state); with other values of settings, and
-            state or none.
+        optimizer: made alike (class, groups, kind of state); with other settings, and state or
+            none.
 
     Returns:
         the step that was saved.

@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, both (samples, ...)
-LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to the mean over their samples
 BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -89,25 +84,6 @@ def _give_back(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _drop_gradients(model: nn.Module) -> None:
-    """No shard has a gradient, nor is there a whole one that was never reduced."""
-    _give_back(model)
-    for parameter in model.parameters():
-        parameter.grad = None
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        # There is no public way to the whole gradients of backwards without synchronisation.
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 had one, or None
-        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
-            for sharded in group.fsdp_params:
-                with suppress(AttributeError):  # torch 2.15 has a property for the gradient below
-                    sharded.unsharded_accumulated_grad = None
-                if hasattr(sharded, "_unsharded_param"):
-                    sharded._unsharded_param.grad = None
 
 
 # Part 1
@@ -277,22 +253,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _contents(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict: shards, persistent buffers (and extra state), to be written into."""
+def _contents(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state dict: shards and persistent buffers, to be written into."""
     _give_back(model)
     return model.state_dict(keep_vars=True)
 
 
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == "_extra_state"  # a tensor in it may have any shape
-
-
-def _shapes(contents: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    return {name: None if _is_extra(name) else tuple(v.shape) for name, v in contents.items()}
+def _shapes(contents: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in contents.items()}
 
 
 def _difference(
-    saved: Mapping[str, tuple[int, ...] | None], ours: Mapping[str, tuple[int, ...] | None]
+    saved: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]
 ) -> str | None:
     """One name or shape in which the two differ."""
     for name in ours:
@@ -316,12 +288,11 @@ class _Common(NamedTuple):
     """What rank 0 writes. An entry of the optimizer's state is (a parameter's number, a key)."""
 
     parts: int
-    shapes: dict[str, tuple[int, ...] | None]  # of all that the model's state dict has
-    others: dict[str, Any]  # what is no parameter
+    shapes: dict[str, tuple[int, ...]]  # of all that the model's state dict has
+    others: dict[str, Tensor]  # what is no parameter
     groups: list[list[str]]
     optimizer: dict[str, Any]  # its state dict without the state
     rows: dict[tuple[int, str], tuple[int, ...]]  # entries in the parts: the whole shape
-    replicas: dict[tuple[int, str], Tensor]  # entries that are DTensors, the same on every rank
     plain: dict[tuple[int, str], Any]  # all other entries
 
 
@@ -337,7 +308,7 @@ def _pack(
         if isinstance(value, DTensor):
             part["weights", name] = value.to_local().cpu()
         else:
-            others[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+            others[name] = value.detach().cpu()
     packed = optimizer.state_dict()
     common = _Common(
         parts=mesh.size(),
@@ -346,7 +317,6 @@ def _pack(
         groups=_groups(model, optimizer),
         optimizer={key: value for key, value in packed.items() if key != "state"},
         rows={},
-        replicas={},
         plain={},
     )
     for number, entries in packed["state"].items():
@@ -354,11 +324,9 @@ def _pack(
             entry = number, key
             if not isinstance(value, DTensor):
                 common.plain[entry] = value
-            elif value.placements == (Shard(0),):
+            else:
                 common.rows[entry] = tuple(value.shape)
                 part["state", entry] = value.to_local().cpu()
-            else:
-                common.replicas[entry] = value.full_tensor().cpu()
     return part, common._asdict()
 
 
@@ -402,7 +370,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         raise ValueError(f"{here} is of another model: {difference}")
 
     parts = _Parts(here, common.parts)
-    _drop_gradients(model)
+    model.zero_grad()
     _together(mesh, f"reading {here}", lambda: _read_weights(model, contents, common, parts, mesh))
     _together(mesh, f"reading {here}", lambda: _read_state(optimizer, common, parts, mesh))
     return step
@@ -420,19 +388,8 @@ def _read_weights(
         if isinstance(value, DTensor):
             start, _ = _own_rows(len(value), mesh)
             parts.read("weights", name, value.to_local(), len(value), start)
-    _set_others(model, contents, common.others)
-
-
-def _set_others(model: nn.Module, contents: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Set what is no parameter: buffers in place, extra state by the modules that have it."""
-    extra = {}
-    for name, value in others.items():
-        if _is_extra(name):
-            extra[name] = value
         else:
-            contents[name].copy_(value)
-    if extra:
-        model.load_state_dict(extra, strict=False)
+            value.copy_(common.others[name])
 
 
 def _read_state(optimizer: Optimizer, common: _Common, parts: _Parts, mesh: DeviceMesh) -> None:
@@ -441,9 +398,6 @@ def _read_state(optimizer: Optimizer, common: _Common, parts: _Parts, mesh: Devi
     state: dict[int, dict[str, Any]] = {}
     for (number, key), value in common.plain.items():
         state.setdefault(number, {})[key] = value
-    for (number, key), value in common.replicas.items():
-        local = value.to(_device(mesh))
-        state.setdefault(number, {})[key] = DTensor.from_local(local, mesh, (Replicate(),))
     for (number, key), shape in common.rows.items():
         start, stop = _own_rows(shape[0], mesh)
         like = parameters[number]
@@ -464,7 +418,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
             if value not in whole:
                 whole[value] = _gather_to_first(value, mesh)
             contents[name] = whole[value]
-        elif isinstance(value, Tensor):
+        else:
             contents[name] = value.detach().cpu()
 
     def write() -> None:
@@ -501,13 +455,11 @@ def _gather_to_first(parameter: DTensor, mesh: DeviceMesh) -> Tensor | None:
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     mesh = _mesh(model)
-    # Memory-mapped where the format allows it: only the rows that are used are read.
+    # Memory-mapped: only the rows that are used are read.
     saved = _together(
         mesh,
         f"reading {path}",
-        lambda: torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
-        ),
+        lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True),
     )
     contents = _together(mesh, f"reading {path}", lambda: _contents(model))
     difference = _difference(_shapes(saved), _shapes(contents))
@@ -518,5 +470,5 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
             if isinstance(value, DTensor):
                 start, stop = _own_rows(len(value), mesh)
                 value.to_local().copy_(saved[name][start:stop])
-        others = {n: saved[n] for n, value in contents.items() if not isinstance(value, DTensor)}
-        _together(mesh, f"setting {path}", lambda: _set_others(model, contents, others))
+            else:
+                value.copy_(saved[name])

@@ -22,8 +22,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, both (samples, ...)
-LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to the mean over their samples
 BlockTypes = type[nn.Module] | tuple[type[nn.Module], ...]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

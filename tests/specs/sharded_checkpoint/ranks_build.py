@@ -67,7 +67,7 @@ def init(module: nn.Module) -> None:
 
 
 def begin() -> None:
-    """The same random numbers from here on, and not from a seed on: some have been drawn."""
+    """The same random numbers from here on, of which some have been drawn."""
     draw.seed(6)
     draw.rand(3)
 
@@ -76,10 +76,7 @@ def alone(
     make: Callable[[], nn.Module],
     order: Callable[[nn.Module], Iterable[nn.Module]] = nn.Module.modules,
 ) -> nn.Module:
-    """What one process has.
-
-    To be called on a rank: `init` draws where the parameters are, and a GPU has other numbers.
-    """
+    """What one process has: called on a rank, as a GPU draws other numbers."""
     with device():
         model = make()
     begin()
@@ -109,10 +106,8 @@ def guesses(make: Callable[[], nn.Module], want: dict[str, Tensor]) -> dict[str,
         "a module whose parameters are all tied to modules before is left out": values(
             alone(make, order=lambda m: [x for x in m.modules() if x is not getattr(m, "again", 0)])
         ),
-        "of a tied weight the first module's value is kept: the last one counts": {
-            **untied,
-            "again.weight": untied["embed.weight"],
-        },
+        "of a tied weight the first module's value is kept: the last one counts": untied
+        | {"again.weight": untied["embed.weight"]},
         "init is given float32, and then it is rounded to the dtype of the weight": {
             name: value.to(want[name].dtype) for name, value in wide.items()
         },
@@ -182,7 +177,6 @@ CAUSES = {
 
 
 def built_has(answer: Any, rank: int, make: Callable[[], nn.Module], *facts: str) -> None:
-    """Fail unless what was built has that of one process."""
     for what in facts:
         begin()
         model, optimizer = answer.build(make, mesh(), BLOCK_TYPES, init, momentum)
@@ -190,19 +184,17 @@ def built_has(answer: Any, rank: int, make: Callable[[], nn.Module], *facts: str
         unfinished = "to_empty() has not been called, or not on all that is on meta"
         check_equal(on_meta, [], "tensors on meta", cause=unfinished)
         got, one = FACTS[what](model, optimizer), sharded(alone(make))
-        want = FACTS[what](one, momentum(one.parameters()))
-        is_wrong = what == VALUES and any(of_all(not same(got, want)))
-        suspects = guesses(make, want) if is_wrong else {}
-        if what == STREAM and got != want:
+        want, suspects = FACTS[what](one, momentum(one.parameters())), {}
+        if what == VALUES and any(of_all(not same(got, want))):
+            suspects = guesses(make, want)
+        if what == STREAM:
             begin()
-            before = FACTS[STREAM](model, optimizer)
             belief = "this rank has drawn nothing, or its generator is put back to where it was"
-            suspects = {belief: before}
+            suspects = {belief: FACTS[STREAM](model, optimizer)}
         check_equal(got, want, what, cause=CAUSES[what], suspects=suspects)
 
 
 def built_once(answer: Any, rank: int) -> None:
-    """On which device each call of make_model has made its tensors; and one after `build`."""
     seen: list[str] = []
 
     def make_model() -> Model:

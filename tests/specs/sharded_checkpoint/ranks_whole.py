@@ -17,22 +17,8 @@ from kit.ranks.disk import Copies, before_each_write, load_file, slow
 from kit.ranks.rank import device
 from kit.ranks.shards import check_untouched, gradients, local_state, named, weights
 from kit.ranks.toys import make
-from specs.sharded_checkpoint.models import (
-    evaluate,
-    momentum,
-    other,
-    sharded,
-    small,
-    tied,
-    trained,
-)
-from specs.sharded_checkpoint.ranks import (
-    EVALUATED,
-    HOW,
-    check_not_persistent,
-    on_rank_0,
-    refuses,
-)
+from specs.sharded_checkpoint.models import evaluate, momentum, other, sharded, small, tied, trained
+from specs.sharded_checkpoint.ranks import EVALUATED, HOW, check_not_persistent, on_rank_0, refuses
 
 
 def save_whole_after(answer: Any, rank: int, path: Path, is_bare: bool = False) -> dict[str, Any]:
@@ -116,8 +102,7 @@ def killed_save_whole(answer: Any, rank: int, folder: Path) -> None:
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save_whole(path, model)
     cause = "what is not for the file is dropped, as to have its memory"
-    called = "save_whole"
-    check_untouched(before, model, optimizer, call=called, cause=cause, clause=UNTOUCHED)
+    check_untouched(before, model, optimizer, call="save_whole", cause=cause, clause=UNTOUCHED)
     new = weights(model)
     cause = "it is not the model's, or it is in another dtype"
     check_equal(load_file(path), new, "what is in the file", cause=cause)
