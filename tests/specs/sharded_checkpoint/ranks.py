@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.laws.checks import ERRORS, UNTOUCHED, SpecFailure, check_close, check_equal, check_raises
+from kit.laws.equal import same
 from kit.memory.resident import resident
 from kit.memory.ruler import measure
 from kit.ranks.disk import no_room
@@ -90,7 +91,7 @@ def load_and_go_on(
     number = answer.load(str(folder), model, optimizer)
     cause = "load does not return the step that was given to save"
     check_equal(number, 2, "the step", cause=cause)
-    check_loaded(model, optimizer, saved["saved"], HOW[into], held if into == TRAINED else None)
+    check_loaded(model, optimizer, saved["saved"], HOW[into], held)
     check_not_persistent(model)
     cause = "what trains afterwards is not what was loaded"
     after = _goes_on(model, optimizer)
@@ -116,8 +117,11 @@ def check_loaded(
     got, want = state(model, optimizer), {**saved}
     settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
     steps = {n: torch.full_like(v, 2) for n, v in want.items() if n.startswith("step of ")}
-    counts = {"the step of training is put in place of the optimizer's own": want | steps}
-    check_equal(got, want, "what is loaded", suspects=counts, before=before, **how)
+    suspects = {"the step of training is put in place of the optimizer's own": want | steps}
+    if how is HOW[EVALUATED]:
+        kept = {n: v for n, v in (before or {}).items() if n in want and same(got.get(n), v)}
+        suspects[WHOLE] = want | kept
+    check_equal(got, want, "what is loaded", suspects=suspects, before=before, **how)
     cause = "settings, such as learning rates, are not saved or loaded for every group, or not all"
     cause += " of them, or not anew"
     lists = {"tuples have come back as lists, as from json": json.loads(json.dumps(own))}
