@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -80,11 +80,15 @@ def _shard(
         root_policy = replace(policy, output_dtype=torch.float32)
     blocks = {p: m for p, m in model.named_modules() if p and isinstance(m, block_types)}
     nested = {m for p, m in blocks.items() if any(p.startswith(outer + ".") for outer in blocks)}
-    for block in reversed(blocks.values()):  # inner ones first
+    for path, block in reversed(blocks.items()):  # inner ones first
+        unit = block
         if checkpoint and block not in nested:
-            # Inside of FSDP's hooks: the forward runs again on what backward has gathered.
-            block.forward = partial(_run, block.forward)
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+            # Inside of FSDP's hooks: the block runs again on what backward has gathered.
+            unit = checkpoint_wrapper(block, checkpoint_fn=_run)
+            unit.training = block.training
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, unit)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
         if block in nested:
             # It and the block around it are whole: no prefetch of a third one.
             block.set_modules_to_backward_prefetch([block])
@@ -92,8 +96,8 @@ def _shard(
     model.register_forward_hook(_after_forward)
 
 
-def _run(_forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    again = lambda named, *inputs: _forward(*inputs, **named)  # noqa: E731
+def _run(_block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    again = lambda named, *inputs: _block(*inputs, **named)  # noqa: E731
     return recompute(again, kwargs, *args, use_reentrant=False)
 
 

@@ -90,7 +90,8 @@ class Play:
 
     def play(self) -> Trace:
         steps: list[object] = []
-        self.trace["dtype of shards"] = {name: p.dtype for name, p in self.model.named_parameters()}
+        state = self.model.state_dict()
+        self.trace["dtype of shards"] = {name: value.dtype for name, value in state.items()}
         self.optimizer.register_step_post_hook(lambda *_: steps.append(_))
         for number, event in enumerate(self.case.script):
             label = f"step {number + 1}" + ", by hand" * (event == "plain")
