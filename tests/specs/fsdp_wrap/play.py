@@ -91,6 +91,7 @@ class Play:
     def play(self) -> Trace:
         steps: list[object] = []
         state = self.model.state_dict()
+        self.trace["names in the state dict"] = [*state]
         self.trace["dtype of shards"] = {name: value.dtype for name, value in state.items()}
         self.optimizer.register_step_post_hook(lambda *_: steps.append(_))
         for number, event in enumerate(self.case.script):
@@ -124,7 +125,6 @@ class Alone(Play):
     def __init__(self, case: Case, rank: int, size: int) -> None:
         super().__init__(case, rank, size)
         self.contributions: list[tuple[int, int, int, Tensor, Tensor]] = []
-        self.trace["names in the state dict"] = [*self.model.state_dict()]
         self.parameters = named(self.model)
         self.optimizer = case.make_optimizer(self.model.parameters())
         first = next((n for n, event in enumerate(case.script) if event == "step"), -1)
@@ -198,7 +198,6 @@ class _Answer(Play):
         self.answer = answer
         over = meshes(size // 2)["shards"] if case.half else mesh()
         self.optimizer = answer.wrap(self.model, over, self.types, case.make_optimizer, **case.wrap)
-        self.trace["names in the state dict"] = [*self.model.state_dict()]
         self.parameters = named(self.model)
 
     def plain(self, number: int, label: str) -> None:
