@@ -26,7 +26,7 @@ def test_the_pictures_show_what_the_commands_print():
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout
 
 
 def test_each_picture_is_in_the_readme_with_its_text():
