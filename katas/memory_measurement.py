@@ -3,8 +3,7 @@
 All figures are bytes (int). Memory belongs to storages: all views of a tensor share one, which
 counts once and in full. Tensors are dense.
 
-    errors  ValueError unless it says otherwise; each names the offending value (a TypeError may
-            name its type), and comes before any change
+    errors  ValueError, before any change; the message names the bad value
 """
 
 from __future__ import annotations
@@ -41,27 +40,19 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     """Bytes of a model's parameters, gradients and buffers, and of an optimizer's state.
 
         parameters  frozen ones too
-        gradients   of its parameters, frozen ones too; None is 0 bytes
+        gradients   of frozen parameters too; None is 0 bytes
         buffers     of every module, non-persistent ones too
         optimizer   tensors in `optimizer.state`; Adam has none before its first step
-        sharing     a storage counts once, under the first of these kinds that has it
+        sharing     a storage counts once and in full, under the first of these kinds that has it
 
         >>> state_bytes(nn.Linear(7, 3))
         StateBytes(parameters=96, gradients=0, buffers=0, optimizer=0)
 
-    Args:
-        model: its tensors may have any dtype.
-        optimizer: None counts as no state.
-
-    Raises:
-        TypeError: not a Module, or not an Optimizer; names the type.
-
     Details:
-        1. A slice, an expanded or a strided tensor counts as the whole storage behind it.
-        2. Optimizer state may lie deep in lists, (named) tuples and (ordered) dicts.
-        3. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
-        4. A tensor on the meta device counts the bytes that it would take elsewhere.
-        5. Model, gradients and optimizer stay as they are.
+        1. Optimizer state may lie deep in lists, tuples and dicts.
+        2. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
+        3. Tensors on the meta device count as on a real one.
+        4. The model, its gradients and the optimizer stay as they are.
     """
     raise NotImplementedError
 
@@ -70,31 +61,24 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes that autograd holds for backward passes when `forward` has returned.
+    """Bytes that autograd still holds for backward when `forward` has returned.
 
-        held      what was saved while `forward` ran, if a graph still holds it: its result's, or
-                  one that somebody keeps, such as an auxiliary loss's
+        held      tensors saved during `forward`, saved inputs too, if a graph still holds them:
+                  the result's, or another that is kept, such as an auxiliary loss's
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     what it raises comes through, and `gc.collect()` frees it; the hooks on saved
-                  tensors are those from before; backward works, but need not notice changes in
-                  place
+        after     backward works; the caller's saved-tensor hooks are as before; errors in
+                  `forward` come through and are not kept
 
         >>> saved_bytes(lambda: model(x), model)
 
     Args:
-        forward: called once; it may return tensors in lists, tuples and dicts.
-        model: its parameters and buffers are left out.
-
-    Raises:
-        TypeError: not a Module; names the type.
+        forward: called once.
 
     Details:
-        1. Sizes are those at the end. A graph that is gone does not count, even if its tensors live
-           on.
-        2. A saved input counts. What `forward` packs with hooks of its own need not count.
-        3. Once the caller drops the result, its graph is freed without the garbage collector.
-        4. Gradients, modes, random stream and memory are as with `forward` alone.
+        1. A graph that is gone does not count, even if its tensors live on.
+        2. Once the caller drops the result, its graph is freed without the garbage collector.
+        3. Gradients and memory are as after `forward` alone.
     """
     raise NotImplementedError
 
@@ -111,29 +95,26 @@ def peak_memory(
 
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
-        retained  what the step frees is subtracted; a cycle not yet collected is alive
-        after     what it raises comes through, and `gc.collect()` frees it; no mode is left
+        retained  what the step frees is subtracted
+        after     errors in `step` come through and are not kept; no mode is left on
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
     Args:
         step: called once; its result is dropped before `retained` is read.
         device: "cpu", "cuda" or "cuda:N", or a torch.device; only its memory counts.
-        existing: older tensors that the step uses or frees, gradients and optimizer state too; on
-            the cpu, the baseline. Those not listed may count as new.
+        existing: every older tensor that the step uses or frees, gradients and optimizer state
+            too; on the cpu they are the baseline.
 
     Raises:
-        another of torch's devices (mps, meta), or a cuda device that is not there.
+        another of torch's devices, such as mps.
 
     Details:
-        1. Every dtype counts, and every operation, under the caller's no_grad too. Temporaries
-           inside one operation, or between two, need not count.
-        2. `existing` may be an iterator: empty it, and keep no tensor that the step may free.
-        3. The peak is at least the baseline; what an earlier measurement has seen does not count.
-        4. Sizes are read after each operation and at the end. `resize_` and `out=` make tensors
-           larger; FSDP frees and gathers parameters by `untyped_storage().resize_(n)`, which is no
-           operation.
-        5. On cuda the allocator's bytes count, on the cpu tensors'.
+        1. Every dtype and every operation counts, under no_grad too. Temporaries inside one
+           operation need not count.
+        2. `existing` may be an iterator. Keep no tensor of it that the step may free.
+        3. The peak is at least the baseline. Earlier measurements do not count.
+        4. On cuda the allocator's bytes count, on the cpu the storages'.
     """
     raise NotImplementedError
 
@@ -158,8 +139,8 @@ def training_bytes(
         adam          4+4+8
         amp_adam      4+4+8: under autocast weights and gradients stay float32
         master_adam   2+2+12: fp32 master weights and two moments
-        lora_16bit    frozen weights of 2, and `trainable` adapter parameters as adam
-        lora_4bit     frozen weights of 1/2, and adapters likewise
+        lora_16bit    2 for frozen weights; `trainable` adapter parameters as adam
+        lora_4bit     1/2 for frozen weights; adapters likewise
 
         zero          stage 1 divides optimizer state by ranks, 2 also gradients, 3 also weights
 
@@ -168,22 +149,16 @@ def training_bytes(
 
     Args:
         n_params: parameters; for LoRA the frozen ones.
-        recipe: a name from the table.
         trainable: parameters of the adapters, for LoRA only.
-        zero_stage: 0 (divides nothing) to 3.
-        ranks: at least 1.
 
     Raises:
-        other recipes, stages and ranks; a negative count; `trainable` missing or out of place.
+        an unknown recipe; a stage that is not 0 to 3; ranks below 1; a negative count;
+        `trainable` missing for LoRA, or given without it.
 
     Details:
-        1. Shards are padded: every rank has ceil(parameters / ranks) of a divided part, frozen
-           weights (stage 3) and adapters apart.
-        2. Results are exact for every count; half a byte is rounded up.
-        3. 0 parameters or adapters are fine.
-        4. A float for any number raises TypeError, even a whole one (7e9).
+        1. Shards are padded: every rank has ceil(parameters / ranks) of a divided part.
     """
     raise NotImplementedError
 
 
-# untouched stub 31c12f04a5fd
+# untouched stub ebb455dd9c8d

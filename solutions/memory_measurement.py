@@ -3,13 +3,11 @@
 All figures are bytes (int). Memory belongs to storages: all views of a tensor share one, which
 counts once and in full. Tensors are dense.
 
-    errors  ValueError unless it says otherwise; each names the offending value (a TypeError may
-            name its type), and comes before any change
+    errors  ValueError, before any change; the message names the bad value
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
@@ -46,35 +44,23 @@ def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBy
     """Bytes of a model's parameters, gradients and buffers, and of an optimizer's state.
 
         parameters  frozen ones too
-        gradients   of its parameters, frozen ones too; None is 0 bytes
+        gradients   of frozen parameters too; None is 0 bytes
         buffers     of every module, non-persistent ones too
         optimizer   tensors in `optimizer.state`; Adam has none before its first step
-        sharing     a storage counts once, under the first of these kinds that has it
+        sharing     a storage counts once and in full, under the first of these kinds that has it
 
         >>> state_bytes(nn.Linear(7, 3))
         StateBytes(parameters=96, gradients=0, buffers=0, optimizer=0)
 
-    Args:
-        model: its tensors may have any dtype.
-        optimizer: None counts as no state.
-
-    Raises:
-        TypeError: not a Module, or not an Optimizer; names the type.
-
     Details:
-        1. A slice, an expanded or a strided tensor counts as the whole storage behind it.
-        2. Optimizer state may lie deep in lists, (named) tuples and (ordered) dicts.
-        3. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
-        4. A tensor on the meta device counts the bytes that it would take elsewhere.
-        5. Model, gradients and optimizer stay as they are.
+        1. Optimizer state may lie deep in lists, tuples and dicts.
+        2. Hyperparameters in `optimizer.param_groups` are not state, even tensors.
+        3. Tensors on the meta device count as on a real one.
+        4. The model, its gradients and the optimizer stay as they are.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch Optimizer, not {type(optimizer).__name__}")
     parameters = list(model.parameters())
     state = tree_leaves(optimizer.state) if optimizer is not None else []
-    seen: set[int] = set()  # shared by the four kinds: what one kind counted, no other counts
+    seen: set[int] = set()  # shared, so that no storage counts under two kinds
     return StateBytes(
         parameters=_new_bytes(parameters, seen),
         gradients=_new_bytes([p.grad for p in parameters], seen),
@@ -89,8 +75,8 @@ def _new_bytes(values: Iterable[object], seen: set[int]) -> int:
     for value in values:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
-            # _cdata is the address of the storage itself. data_ptr() would be 0 for every meta
-            # tensor, and a tensor's own is where its view starts.
+            # _cdata tells storages apart. A tensor's data_ptr() is where its view starts, and
+            # that of a storage on meta is always 0.
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
                 total += storage.nbytes()
@@ -101,56 +87,47 @@ def _new_bytes(values: Iterable[object], seen: set[int]) -> int:
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes that autograd holds for backward passes when `forward` has returned.
+    """Bytes that autograd still holds for backward when `forward` has returned.
 
-        held      what was saved while `forward` ran, if a graph still holds it: its result's, or
-                  one that somebody keeps, such as an auxiliary loss's
+        held      tensors saved during `forward`, saved inputs too, if a graph still holds them:
+                  the result's, or another that is kept, such as an auxiliary loss's
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
-        after     what it raises comes through, and `gc.collect()` frees it; the hooks on saved
-                  tensors are those from before; backward works, but need not notice changes in
-                  place
+        after     backward works; the caller's saved-tensor hooks are as before; errors in
+                  `forward` come through and are not kept
 
         >>> saved_bytes(lambda: model(x), model)
 
     Args:
-        forward: called once; it may return tensors in lists, tuples and dicts.
-        model: its parameters and buffers are left out.
-
-    Raises:
-        TypeError: not a Module; names the type.
+        forward: called once.
 
     Details:
-        1. Sizes are those at the end. A graph that is gone does not count, even if its tensors live
-           on.
-        2. A saved input counts. What `forward` packs with hooks of its own need not count.
-        3. Once the caller drops the result, its graph is freed without the garbage collector.
-        4. Gradients, modes, random stream and memory are as with `forward` alone.
+        1. A graph that is gone does not count, even if its tensors live on.
+        2. Once the caller drops the result, its graph is freed without the garbage collector.
+        3. Gradients and memory are as after `forward` alone.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    # The graph owns the boxes and we hold them weakly: a box lives as long as autograd would
-    # have held the tensor, so a graph that is dropped on the way takes its boxes along.
+    # The graph owns the boxes, and we refer to them weakly: a box lives as long as autograd would
+    # have kept the tensor, so a graph that is dropped on the way takes its boxes along.
     boxes: WeakSet[_Box] = WeakSet()
 
     def pack(tensor: Tensor) -> _Box:
-        # Detached, because exp and its like save their own result: with its grad_fn in the box,
-        # the graph would hold itself, and nothing would ever be freed.
+        # Detached, because operations like exp save their own result: with its grad_fn in the
+        # box, the graph would hold itself, and only the garbage collector could free it.
         box = _Box(tensor.detach())
         boxes.add(box)
         return box
 
     with saved_tensors_hooks(pack, lambda box: box.tensor):
         result = forward()
-    there_anyway: set[int] = set()
-    _new_bytes([*model.parameters(), *model.buffers()], there_anyway)
-    total = _new_bytes([box.tensor for box in boxes], there_anyway)
-    del result  # only now may the graph go
+    model_storages: set[int] = set()
+    _new_bytes([*model.parameters(), *model.buffers()], model_storages)
+    total = _new_bytes([box.tensor for box in boxes], model_storages)
+    del result  # it has kept the graph alive until here
     return total
 
 
 class _Box:
-    """A saved tensor that can be referred to weakly without keeping its graph alive."""
+    """What the graph holds in place of a saved tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -168,44 +145,36 @@ def peak_memory(
 
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
-        retained  what the step frees is subtracted; a cycle not yet collected is alive
-        after     what it raises comes through, and `gc.collect()` frees it; no mode is left
+        retained  what the step frees is subtracted
+        after     errors in `step` come through and are not kept; no mode is left on
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
     Args:
         step: called once; its result is dropped before `retained` is read.
         device: "cpu", "cuda" or "cuda:N", or a torch.device; only its memory counts.
-        existing: older tensors that the step uses or frees, gradients and optimizer state too; on
-            the cpu, the baseline. Those not listed may count as new.
+        existing: every older tensor that the step uses or frees, gradients and optimizer state
+            too; on the cpu they are the baseline.
 
     Raises:
-        another of torch's devices (mps, meta), or a cuda device that is not there.
+        another of torch's devices, such as mps.
 
     Details:
-        1. Every dtype counts, and every operation, under the caller's no_grad too. Temporaries
-           inside one operation, or between two, need not count.
-        2. `existing` may be an iterator: empty it, and keep no tensor that the step may free.
-        3. The peak is at least the baseline; what an earlier measurement has seen does not count.
-        4. Sizes are read after each operation and at the end. `resize_` and `out=` make tensors
-           larger; FSDP frees and gathers parameters by `untyped_storage().resize_(n)`, which is no
-           operation.
-        5. On cuda the allocator's bytes count, on the cpu tensors'.
+        1. Every dtype and every operation counts, under no_grad too. Temporaries inside one
+           operation need not count.
+        2. `existing` may be an iterator. Keep no tensor of it that the step may free.
+        3. The peak is at least the baseline. Earlier measurements do not count.
+        4. On cuda the allocator's bytes count, on the cpu the storages'.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return _peak_on_cpu(step, existing)
-    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
-        return _peak_on_cuda(step, device, existing)
-    raise ValueError(f"device must be cpu, or a cuda device that is there, not {str(device)!r}")
+    if device.type == "cuda":
+        return _peak_on_cuda(step, device)
+    raise ValueError(f"device must be cpu or cuda, not {str(device)!r}")
 
 
-def _peak_on_cuda(
-    step: Callable[[], object], device: torch.device, existing: Iterable[Tensor]
-) -> PeakMemory:
-    # Emptied, though we need nothing of it: an iterator that still has tensors to give would keep
-    # alive what the step frees.
-    deque(existing, maxlen=0)
+def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> PeakMemory:
     torch.cuda.synchronize(device)
     # Without the reset, max_memory_allocated is the highest since the process started.
     torch.cuda.reset_peak_memory_stats(device)
@@ -226,19 +195,19 @@ def _peak_on_cpu(step: Callable[[], object], existing: Iterable[Tensor]) -> Peak
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Knows the storages that are alive, and the most that they ever held."""
+    """The storages that are alive, and the most bytes that they ever held together."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Weak: a storage that is freed leaves by itself. A tensor would leave too early, since
-        # others may still look at the same storage.
+        # views may keep its storage alive.
         self.alive: WeakValueDictionary[int, UntypedStorage] = WeakValueDictionary()
         self.peak = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Below autograd every operation passes here, those of the backward pass included.
+        # Every operation comes through here, below autograd; those of the backward pass too.
         result = func(*args, **(kwargs or {}))
         self.look(tree_leaves(result))
         return result
@@ -249,8 +218,7 @@ class _LiveStorages(TorchDispatchMode):
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
                 if storage.device.type == "cpu":
-                    self.alive[storage._cdata] = storage  # a view's is known already
-        # Each size is read anew: resize_, out= and FSDP change those of storages known already.
+                    self.alive[storage._cdata] = storage  # that of a view is there already
         live = sum(storage.nbytes() for storage in self.alive.values())
         self.peak = max(self.peak, live)
         return live
@@ -276,8 +244,8 @@ def training_bytes(
         adam          4+4+8
         amp_adam      4+4+8: under autocast weights and gradients stay float32
         master_adam   2+2+12: fp32 master weights and two moments
-        lora_16bit    frozen weights of 2, and `trainable` adapter parameters as adam
-        lora_4bit     frozen weights of 1/2, and adapters likewise
+        lora_16bit    2 for frozen weights; `trainable` adapter parameters as adam
+        lora_4bit     1/2 for frozen weights; adapters likewise
 
         zero          stage 1 divides optimizer state by ranks, 2 also gradients, 3 also weights
 
@@ -286,34 +254,23 @@ def training_bytes(
 
     Args:
         n_params: parameters; for LoRA the frozen ones.
-        recipe: a name from the table.
         trainable: parameters of the adapters, for LoRA only.
-        zero_stage: 0 (divides nothing) to 3.
-        ranks: at least 1.
 
     Raises:
-        other recipes, stages and ranks; a negative count; `trainable` missing or out of place.
+        an unknown recipe; a stage that is not 0 to 3; ranks below 1; a negative count;
+        `trainable` missing for LoRA, or given without it.
 
     Details:
-        1. Shards are padded: every rank has ceil(parameters / ranks) of a divided part, frozen
-           weights (stage 3) and adapters apart.
-        2. Results are exact for every count; half a byte is rounded up.
-        3. 0 parameters or adapters are fine.
-        4. A float for any number raises TypeError, even a whole one (7e9).
+        1. Shards are padded: every rank has ceil(parameters / ranks) of a divided part.
     """
-    counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}
-    if trainable is not None:
-        counts["trainable"] = trainable
-    for name, count in counts.items():
-        if not isinstance(count, int):
-            raise TypeError(f"{name} must be an int, not {count!r}")
-        if count < 0:
-            raise ValueError(f"{name} must not be negative, not {count}")
     if recipe not in _BITS:
         raise ValueError(f"recipe must be one of {', '.join(_BITS)}, not {recipe!r}")
     if (trainable is not None) != recipe.startswith("lora"):
         raise ValueError(f"trainable is for lora recipes, and only them: {trainable}, {recipe!r}")
-    if zero_stage > 3:
+    for name, count in (("n_params", n_params), ("trainable", trainable or 0)):
+        if count < 0:
+            raise ValueError(f"{name} must not be negative, not {count}")
+    if not 0 <= zero_stage <= 3:
         raise ValueError(f"zero_stage must be 0 to 3, not {zero_stage}")
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, not {ranks}")
@@ -324,8 +281,7 @@ def training_bytes(
     return total
 
 
-# Bits a parameter: weights, gradients, optimizer. Bits, because 4-bit weights are half a byte and
-# the arithmetic should stay in integers.
+# Bits per parameter: weights, gradients, optimizer state. In bytes a 4-bit weight would be 0.5.
 _BITS = {
     "sgd": (32, 32, 0),
     "sgd_momentum": (32, 32, 32),
@@ -343,4 +299,4 @@ def _bytes_on_one_rank(count: int, bits: tuple[int, int, int], zero_stage: int, 
     total = weights * (shard if zero_stage >= 3 else count)
     total += gradients * (shard if zero_stage >= 2 else count)
     total += optimizer * (shard if zero_stage >= 1 else count)
-    return -(-total // 8)
+    return total // 8

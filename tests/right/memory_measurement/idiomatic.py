@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class StateBytes(NamedTuple):
@@ -53,18 +52,10 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a Module, not {type(model).__name__}")
-
-
 # Part 1
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> StateBytes:
-    _check_module(model)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be an Optimizer, not {type(optimizer).__name__}")
     parameters = list(model.parameters())
     seen: set[int] = set()
     return StateBytes(
@@ -88,7 +79,6 @@ class _Saved:
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    _check_module(model)
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: Tensor) -> _Saved:
@@ -121,61 +111,26 @@ class _LiveStorages(TorchDispatchMode):
         # By address of the storage: the bytes counted, and the weak reference that takes them back.
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
-    def track(self, tensor: Tensor, foreign: frozenset[int] | set[int] = frozenset()) -> None:
+    def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if storage.device.type != "cpu" or (key in foreign and key not in self._live):
+        if storage.device.type != "cpu" or key in self._live:
             return
-        if key in self._live:
-            counted, ref = self._live[key]  # in place; it may have been resized
-        else:
-            counted, ref = 0, weakref.ref(storage, lambda _: self._release(key))
-        self._live[key] = (nbytes, ref)
-        self.current += nbytes - counted
+        self._live[key] = (nbytes, weakref.ref(storage, lambda _: self._release(key)))
+        self.current += nbytes
         self.peak = max(self.peak, self.current)
 
     def _release(self, key: int) -> None:
         self.current -= self._live.pop(key)[0]
 
-    def reread(self) -> None:
-        """Ask the storages for their sizes again: `resize_` of a storage is no operation."""
-        for key, (counted, ref) in list(self._live.items()):
-            storage = ref()
-            if storage is not None and storage.nbytes() != counted:
-                self._live[key] = (storage.nbytes(), ref)
-                self.current += storage.nbytes() - counted
-        self.peak = max(self.peak, self.current)
-
     def close(self) -> None:
         self._live.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        foreign: set[int] = set()
-        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor: its argument is new
-            foreign = {
-                leaf.untyped_storage()._cdata
-                for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, Tensor)
-            }
-        self.reread()
-        out = func(*args, **kwargs)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.track(leaf, foreign)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            self.track(tensor)
         return out
-
-
-def _parse_device(device: object) -> torch.device:
-    try:
-        parsed = torch.device(device) if isinstance(device, str) else device
-    except RuntimeError as error:
-        raise ValueError(f"device must be cpu or cuda, not {device!r}") from error
-    if not isinstance(parsed, torch.device) or parsed.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, not {device!r}")
-    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {device!r} is not available")
-    return parsed
 
 
 def peak_memory(
@@ -183,11 +138,10 @@ def peak_memory(
     device: torch.device | str,
     existing: Iterable[Tensor] = (),
 ) -> PeakMemory:
-    device = _parse_device(device)
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, not {str(device)!r}")
     if device.type == "cuda":
-        for tensor in existing:  # an iterator that is not emptied keeps its tensors alive
-            del tensor
-        del existing
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         baseline = torch.cuda.memory_allocated(device)
@@ -201,12 +155,10 @@ def peak_memory(
     try:
         for tensor in existing:
             mode.track(tensor)
-            del tensor
-        del existing  # the step may free them: hold none of them
+            del tensor  # the step may free them: hold none of them
         baseline = mode.current
         with mode:
             result = step()
-        mode.reread()
         peak = mode.peak
         del result
         return PeakMemory(baseline, peak, mode.current - baseline)
@@ -236,13 +188,7 @@ def training_bytes(
     zero_stage: int = 0,
     ranks: int = 1,
 ) -> int:
-    counts = {"n_params": n_params, "zero_stage": zero_stage, "ranks": ranks}
-    if trainable is not None:
-        counts["trainable"] = trainable
-    for name, value in counts.items():
-        if not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, not {value!r}")
-    if not isinstance(recipe, str) or recipe not in _RECIPES:
+    if recipe not in _RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; one of {', '.join(_RECIPES)}")
     if n_params < 0:
         raise ValueError(f"n_params must not be negative, not {n_params}")
@@ -271,4 +217,4 @@ def training_bytes(
     total = half_bytes(n_params, recipe)
     if trainable is not None:
         total += half_bytes(trainable, "adam")
-    return -(-total // 2)
+    return total // 2

@@ -1,6 +1,5 @@
 """Peaks, compared with formulas in multiples of CUDA's 512 bytes, and with the kit's own ruler."""
 
-import gc
 from functools import partial, reduce
 
 import pytest
@@ -14,7 +13,7 @@ from kit.laws.checks import check_equal, check_raises
 from kit.laws.endings import ENDINGS, check_ending
 from kit.laws.scenarios import scenarios
 from kit.laws.toys import Block, mlp
-from kit.memory.ruler import LiveBytes, collector_paused, measure
+from kit.memory.ruler import LiveBytes, measure
 
 KIB = 1024
 
@@ -23,23 +22,23 @@ def floats(kib, **options):
     return torch.ones(kib * KIB // 4, **options)
 
 
-def told(got, want):
-    """What it means where one of the three is off by just another one."""
+def likely_cause(got, want):
+    """The cause, where one of the three figures is off by just another one."""
     if isinstance(got, str):
         return "step is to be called once: no warm-up, and no second measurement"
     baseline, peak, retained = want
     if got == (baseline, peak - baseline, retained):
-        return "the peak is a level: the baseline is part of it"
-    if got == (baseline, peak, retained + baseline) and got[2]:  # 0 would say: nothing was seen
-        return "retained is what is alive after - before"
+        return "the peak includes the baseline"
+    if got == (baseline, peak, retained + baseline) and got[2]:  # 0: nothing was seen at all
+        return "retained is what is alive after the step, less the baseline"
     if got[0] == 0 < baseline:
         return "what exists is not in the baseline: left out, read before, or known by its tensors"
     if got[:2] == want[:2] and got[2] > retained:
-        return "what the step lets go of counts as retained: you hold it, or a graph of yours does"
+        return "what the step frees counts as retained: you or a graph of yours keep it alive"
     return None
 
 
-@scenarios("bytes (baseline, peak - baseline, retained)", told)
+@scenarios("bytes (baseline, peak - baseline, retained)", likely_cause)
 def counts(answer, device, name, want, step, existing=(), form=None):
     """`want` is in KiB."""
     calls, want = [], tuple(KIB * n for n in want)
@@ -53,7 +52,7 @@ def counts(answer, device, name, want, step, existing=(), form=None):
         check_equal(baseline, 0, "baseline where nothing is listed", cause=cause, clause=3)
     peak = got.peak - got.baseline
     if want[1] < peak < want[1] + 64:
-        peak = want[1]  # a number inside an operation may count
+        peak = want[1]  # a temporary number inside an operation may count
     return (baseline, peak, got.retained), want
 
 
@@ -81,13 +80,11 @@ def agrees_with_the_ruler(answer, device, name, optimizer_of, shape=(7, 20, 128)
 
 class TestPart3PeakMemory:
     @pytest.mark.works("peak_memory", "peak")
-    @counts("what lives for a moment is missed: in the backward pass, or just when it is made")
+    @counts("short-lived tensors are missed: in the backward pass, or wherever they are made")
     def test_counts_temporaries_while_they_live(self):
         x, kept = floats(2), []
         step = lambda: (floats(12), kept.append(floats(8)))[1]  # noqa: E731
         yield "12 KiB for a moment beside 8 that stay", (2, 12 + 8, 8), step, [x]
-        ends = lambda: kept.extend(floats(4).neg().neg().neg() for _ in range(8))  # noqa: E731
-        yield "the ends of 8 chains, where others were", (0, 7 * 4 + 2 * 4, 8 * 4), ends
         x.grad, y = floats(2), x.requires_grad_().view_as(x)
         y.register_hook(lambda grad: (grad.new_ones(3 * KIB), None)[1])
         backward = partial(y.backward, torch.ones_like(x))
@@ -100,9 +97,7 @@ class TestPart3PeakMemory:
     def test_what_existed_is_the_baseline(self):
         x = torch.ones(10, 128)
         yield "two slices of a tensor", (5, 0, 0), lambda: None, [x[7:], x[2:]]
-        yield "in shared memory", (2, 0, 0), lambda: None, [floats(2).share_memory_()]
-        (leaf := floats(2, requires_grad=True)).grad = floats(2)
-        yield "a leaf without its gradient", (2, 0, 0), lambda: None, [leaf]
+        leaf = floats(2, requires_grad=True)
         aliases = (t.data for t in [leaf])
         yield "a generator of aliases, each gone at once", (2, 0, 0), lambda: None, aliases
 
@@ -113,7 +108,7 @@ class TestPart3PeakMemory:
         yield "Adam's first step, with lists", partial(Adam, foreach=True), (1, 2, 128)
 
     @pytest.mark.exact("peak_memory", "sharing")
-    @counts("tensors are counted, or their elements, and not the storages that they lie on")
+    @counts("tensors or their elements are counted, and not their storages")
     def test_counts_storages_not_tensors(self):
         x, out, kept = torch.ones(32, 128), torch.ones(32, 128), []
 
@@ -132,14 +127,10 @@ class TestPart3PeakMemory:
     def test_gives_back_what_is_freed(self):
         held = [floats(4), floats(1)]
         change = lambda: held.append((floats(2), held.pop(0))[0])  # noqa: E731
-        yield "one for another", (5, 2, -2), change, iter(held[:])
-        with collector_paused() as collect:
-            loop = lambda: (cycle := [floats(4)]).append(cycle)  # noqa: E731
-            yield "a cycle left behind", (0, 4, 4), loop
-            collect()
+        yield "one for another", (5, 2, -2), change, held
         held[:] = [floats(8)]
         keep_part = lambda: held.append(held.pop().data[:1])  # noqa: E731
-        yield "a tensor of which a slice stays", (8, 0, 0), keep_part, iter(held[:])
+        yield "a tensor of which a slice stays", (8, 0, 0), keep_part, held
 
     @pytest.mark.exact("peak_memory", "after")
     @pytest.mark.parametrize("end", ENDINGS)
@@ -148,7 +139,7 @@ class TestPart3PeakMemory:
         runs, x = [], torch.ones(12, device=device, requires_grad=True)
         once = lambda step: (runs.append(1), step())[1]  # noqa: E731
         check_ending(lambda step: answer.peak_memory(partial(once, step), device), end, x.exp)
-        check_equal(len(runs), 1, "calls of step", cause="what failed is tried again")
+        check_equal(len(runs), 1, "calls of step", cause="after an error it runs again")
 
     @pytest.mark.exact("peak_memory", "step")
     @counts("a warm-up run changes the state, or the result is kept")
@@ -158,30 +149,29 @@ class TestPart3PeakMemory:
         yield "the caller's list", (0, 4, 4), lambda: own.append(floats(4)) or own
 
     @pytest.mark.exact("peak_memory", "device")
-    @counts("another device's memory is counted, or one with an index is another for it")
+    @counts("another device's memory is counted")
     def test_counts_one_device(self):
         yield "a million floats on meta", (0, 0, 0), lambda: torch.ones(10**6, device="meta") * 2
         yield "existed on meta", (0, 0, 0), lambda: None, [torch.ones(10**6, device="meta")]
         kept, here = [], floats(1).device
-        form = torch.device(here.type, here.index or 0)
-        yield "with an index", (0, 4, 4), lambda: kept.append(floats(4)), [], form
+        yield "a torch.device", (0, 4, 4), lambda: kept.append(floats(4)), [], here
 
     @pytest.mark.gpu
     @pytest.mark.exact("peak_memory", "device")
     def test_counts_the_cpu_alone_beside_a_gpu(self, answer, device):
         kept = []
         got = answer.peak_memory(lambda: kept.append(floats(4, device=device).cpu()), "cpu")
-        cause = "what lies on a GPU is counted too"
+        cause = "GPU memory is counted too"
         check_equal(tuple(got), (0, 4 * KIB, 4 * KIB), "reading", cause=cause)
 
     @pytest.mark.saves("peak_memory", "peak")
     @bar(
         "peak with a checkpoint per block",
-        "6 inputs + 4 insides + gradients",
+        "6 inputs + 4 hidden layers + gradients",
         "what is freed between the blocks stays in the sum",
     )
     def test_shows_what_checkpointing_takes_off_the_peak(self, reference, device):
-        """Bar: an input per block; one inside, its gradient, two temporaries; all gradients."""
+        """Bar: an input per block; a hidden layer, its gradient, two temporaries; all gradients."""
         blocks = nn.ModuleList(mlp(32, 256, 32, device=device) for _ in range(6))
         remat = [partial(checkpoint, block, use_reentrant=False) for block in blocks]
         x = torch.ones(256, 32, device=device, requires_grad=True)
@@ -197,78 +187,40 @@ class TestPart3PeakMemory:
             return got.peak - got.baseline
 
         step(remat)  # cuBLAS takes its workspace once
-        inside, one_input = 4 * 256 * 256, 4 * 256 * 32
-        limit = 6 * one_input + 4 * inside + sum(p.nbytes for p in blocks.parameters())
+        hidden, one_input = 4 * 256 * 256, 4 * 256 * 32
+        limit = 6 * one_input + 4 * hidden + sum(p.nbytes for p in blocks.parameters())
         return partial(peak, remat), limit, peak(blocks, reference)
 
     @pytest.mark.survives("peak_memory", 1)
-    @counts("results are left out by kind, taken for older ones, or kept as gradients are on")
+    @counts("some results are left out: by dtype, in lists, or under no_grad")
     def test_counts_every_kind_of_operation(self):
         kept, x = [], floats(2)
         new = partial(torch.zeros, KIB)
         yield "bools", (0, 1, 1), lambda: kept.append(new(dtype=torch.bool))
-        yield "complex numbers", (0, 8, 8), lambda: kept.append(new(dtype=torch.complex64))
         with torch.no_grad():
             y = floats(3, requires_grad=True)
             yield "under no_grad", (5, 6, 3), lambda: kept.append(y.exp().tanh()), [x, y]
         halves = lambda: kept.append(torch.unbind_copy(x.view(2, -1)))  # noqa: E731
         yield "two results", (2, 2, 2), halves, [x]
-        far, home = torch.ones(KIB, device="meta"), x.device
-        made = lambda: kept.append(torch.empty_like(far, device=home))  # noqa: E731
-        yield "a tensor here, of one elsewhere", (0, 4, 4), made
         yield "a list as a tensor", (0, 4, 4), lambda: kept.append(torch.tensor([1.0] * KIB))
-        turned = torch.ones(16, 32).t()
-        step = torch.inference_mode()(lambda: kept.extend((turned.reshape(-1), x.double())))
-        yield "copies under inference_mode, of what might be views", (4, 6, 6), step, [x, turned]
 
     @pytest.mark.survives("peak_memory", 2)
-    @counts("a list or a loop's variable keeps them alive, or the emptying counts as the step")
-    def test_empties_an_iterator_and_keeps_nothing(self):
+    @counts("a list or a loop's variable keeps them alive")
+    def test_keeps_nothing_of_an_iterator(self):
         held = [floats(3), floats(5)]
-        finite = (t for t in held[:] if t.mul(2).isfinite().all())
         step = lambda: (held.clear(), floats(8))[0]  # noqa: E731
-        yield "8 KiB for 8, and a generator that computes", (8, 0, -8), step, finite
-        held[:] = [cycle := [floats(8)]]
-        cycle.append(cycle)
-        first, collects = iter(cycle[:1]), lambda: (held.clear(), gc.collect())[0]
-        del cycle
-        yield "a cycle that the step collects", (8, 0, -8), collects, first
+        yield "8 KiB for 8", (8, 0, -8), step, (t for t in held)
 
     @pytest.mark.survives("peak_memory", 3)
-    @counts("one measurement knows what another has seen, or the peak starts at 0")
+    @counts("a measurement counts what an earlier one has seen, or the peak starts at 0")
     def test_knows_nothing_of_other_measurements(self):
         kept = []
-        yield "nothing at all", (0, 0, 0), lambda: None
         yield "38 KiB stay", (0, 38, 38), lambda: kept.extend([floats(4), floats(34)])
         swap = lambda: (kept.pop().dim(), floats(1))[1]  # noqa: E731
         yield "34 of them go, and then 1 comes", (38, 0, -34), swap, kept
 
-    @pytest.mark.survives("peak_memory", 4)
-    @counts("not all sizes are read again, empty storages' too, or one is known by its old address")
-    def test_sees_sizes_change(self):
-        column, places = torch.ones(KIB, 1), partial(torch.empty, 0, dtype=torch.int64)
-        most = lambda: (torch.max(column, 1, out=(torch.empty(0), places())), None)[1]  # noqa: E731
-        yield "two filled and gone", (4, 12, 0), most, [column]
-        yield "resized and gone", (0, 8, 0), lambda: torch.empty(0).resize_(2 * KIB)
-        x, y, new = floats(8), floats(6), []
-        yield "a parameter freed", (8, 0, -8), lambda: x.untyped_storage().resize_(0), [x]
-        after = lambda: (y.untyped_storage().resize_(0), floats(4))[0]  # noqa: E731
-        yield "another one freed, and then 4 KiB come and go", (6, 0, -6), after, [y]
-        y = floats(6)
-
-        def step():
-            new.append(torch.empty(0))
-            for freed, gathered, size in ((y, x, 20), (x, y, 20), (y, x, 4)):
-                freed.untyped_storage().resize_(0)
-                gathered.untyped_storage().resize_(size * KIB)
-                floats(1)
-            y.untyped_storage().resize_(16 * KIB)
-            new[0].untyped_storage().resize_(5 * KIB)
-
-        yield "an old and a new one gathered when another is freed", (6, 19, 19), step, [x, y]
-
     @pytest.mark.gpu
-    @pytest.mark.survives("peak_memory", 5)
+    @pytest.mark.survives("peak_memory", 4)
     def test_reads_the_allocator(self, answer, device):
         device = torch.device("cuda", torch.cuda.device_count() - 1)  # of several, not the current
         floats(256 * KIB, device=device)  # 256 MiB, freed at once
@@ -280,8 +232,7 @@ class TestPart3PeakMemory:
     @pytest.mark.survives("peak_memory", "Raises")
     def test_refuses_a_device_that_it_cannot_measure(self, answer):
         runs = []
-        there = torch.cuda.device_count()
-        for bad in ("mps", "meta", f"cuda:{there}", f"cuda:{there + 6}", torch.device("meta")):
+        for bad in ("mps", "meta", torch.device("meta")):
             existing = iter([torch.ones(2)])
             call = partial(answer.peak_memory, lambda: runs.append(1), bad, existing)
             mentions, when = [(str(bad), repr(bad))], f"for device {bad!r}"

@@ -1,4 +1,4 @@
-"""One training step as the figures of an answer tell it, beside what the ruler sees of it."""
+"""One training step, drawn from an answer's figures, beside what the ruler sees."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kit.laws.toys import mlp, mse
 from kit.memory.account import KINDS, Account, Change, account
 from kit.memory.ruler import Reading
 
-TITLE = "One step with Adam, by the ruler (plain) and by what the figures say"
+TITLE = "One step with Adam: by the ruler (plain), and by the figures of the answers"
 
 
 def timeline(answer: ModuleType, reference: ModuleType, device: torch.device) -> dict[str, Account]:
-    """The plain way is to look at every operation of the step."""
+    """The plain account is the ruler's: it looks at every operation."""
     model = mlp(*[256] * 6, 8, device=device)
     x, y = (draw.randn(4096, width, device=device) for width in (256, 8))
     optimizer = Adam(model.parameters(), foreach=True)
@@ -27,7 +27,7 @@ def timeline(answer: ModuleType, reference: ModuleType, device: torch.device) ->
         optimizer.step()
         optimizer.zero_grad()
 
-    def told(by: Any) -> Account:
+    def measured(by: Any) -> Account:
         state = by.state_bytes(model, optimizer)
         moments = [m for held in optimizer.state.values() for m in held.values()]
         found = by.peak_memory(step, device, [x, y, *model.parameters(), *moments])
@@ -36,11 +36,11 @@ def timeline(answer: ModuleType, reference: ModuleType, device: torch.device) ->
 
     step()
     plain = account(step, device, model=model, optimizer=optimizer, known=(x, y))
-    return {"plain": plain, "reference": told(reference), "yours": told(answer)}
+    return {"plain": plain, "reference": measured(reference), "yours": measured(answer)}
 
 
 def _stack(state: Any, saved: int, found: Any) -> Account:
-    """The state, then what forward has saved, then the peak, and what is left."""
+    """The state, what forward saves, the peak, and what is left."""
     owned = {
         "shards": state.parameters + state.buffers,
         "gradients": state.gradients,
@@ -59,5 +59,5 @@ def _stack(state: Any, saved: int, found: Any) -> Account:
         Change(3, "gradients", found.retained, False),
     )
     at_peak = before | {"activations": before["activations"] + saved + more}
-    reading = Reading("told", found.baseline, found.peak, found.retained, ())
+    reading = Reading("figures", found.baseline, found.peak, found.retained, ())
     return Account(reading, before, at_peak, at_peak, after, changes)
