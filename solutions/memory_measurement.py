@@ -145,7 +145,7 @@ def peak_memory(
 
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
-        retained  what the step frees is subtracted
+        retained  what the step frees is subtracted, so keep no tensor of `existing` alive
         after     errors in `step` come through and are not kept; no mode is left on
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
@@ -162,9 +162,8 @@ def peak_memory(
     Details:
         1. Every dtype and every operation counts, under no_grad too. Temporaries inside one
            operation need not count.
-        2. `existing` may be an iterator. Keep no tensor of it that the step may free.
-        3. The peak is at least the baseline. Earlier measurements do not count.
-        4. On cuda the allocator's bytes count, on the cpu the storages'.
+        2. The peak is at least the baseline. Earlier measurements do not count.
+        3. On cuda the allocator's bytes count, on the cpu the storages'.
     """
     device = torch.device(device)
     if device.type == "cpu":

@@ -108,13 +108,6 @@ class TestPart1StateBytes:
         for pair in product(KINDS, repeat=2):
             yield f"one storage: {' and '.join(pair)}", *on_one_storage(*pair)
 
-    @pytest.mark.saves("state_bytes", "gradients")
-    @bar("gradients after set_to_none=True", "no gradient, no bytes", "as large as parameters")
-    def test_shows_what_set_to_none_saves(self, device):
-        """zero_grad(set_to_none=True) frees P bytes, set_to_none=False none: bar 0 against P."""
-        (model := trained(16, 64, 8).to(device)).zero_grad(set_to_none=True)
-        return lambda module: module.state_bytes(model).gradients, 0, 4 * (17 * 64 + 65 * 8)
-
     @pytest.mark.exact("state_bytes", "sharing")
     @counts("the size is the tensor's, not its storage's")
     def test_counts_a_view_as_the_storage_behind_it(self):
@@ -122,6 +115,13 @@ class TestPart1StateBytes:
         yield "an expanded row", (0, 0, 12, 0), with_buffers(nn.Module(), wide=row.expand(3, 99))
         slices = with_buffers(nn.Module(), first=large[:1], second=large[1:3], odd=odd[1::2])
         yield "slices of large tensors", (0, 0, 4 * 500 + 8 * 100, 0), slices
+
+    @pytest.mark.saves("state_bytes", "gradients")
+    @bar("gradients after set_to_none=True", "no gradient, no bytes", "as large as parameters")
+    def test_shows_what_set_to_none_saves(self, device):
+        """zero_grad(set_to_none=True) frees P bytes, set_to_none=False none: bar 0 against P."""
+        (model := trained(16, 64, 8).to(device)).zero_grad(set_to_none=True)
+        return lambda module: module.state_bytes(model).gradients, 0, 4 * (17 * 64 + 65 * 8)
 
     @pytest.mark.survives("state_bytes", 1)
     @counts("tensors deep in the state are not found")
