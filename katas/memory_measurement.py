@@ -110,8 +110,8 @@ def peak_memory(
         another of torch's devices, such as mps.
 
     Details:
-        1. Every dtype and every operation counts, under no_grad too. Temporaries inside one
-           operation need not count.
+        1. Every dtype and every operation counts, under no_grad too, also `resize_` and `out=`,
+           which enlarge a tensor. Temporaries inside one operation need not count.
         2. The peak is at least the baseline. Earlier measurements do not count.
         3. On cuda the allocator's bytes count, on the cpu the storages'.
     """
@@ -160,4 +160,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub 0ac3c14f06bc
+# untouched stub 963967f7b4f0

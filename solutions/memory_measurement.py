@@ -160,8 +160,8 @@ def peak_memory(
         another of torch's devices, such as mps.
 
     Details:
-        1. Every dtype and every operation counts, under no_grad too. Temporaries inside one
-           operation need not count.
+        1. Every dtype and every operation counts, under no_grad too, also `resize_` and `out=`,
+           which enlarge a tensor. Temporaries inside one operation need not count.
         2. The peak is at least the baseline. Earlier measurements do not count.
         3. On cuda the allocator's bytes count, on the cpu the storages'.
     """

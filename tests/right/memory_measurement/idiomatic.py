@@ -114,10 +114,14 @@ class _LiveStorages(TorchDispatchMode):
     def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if storage.device.type != "cpu" or key in self._live:
+        if storage.device.type != "cpu":
             return
-        self._live[key] = (nbytes, weakref.ref(storage, lambda _: self._release(key)))
-        self.current += nbytes
+        if key in self._live:
+            counted, ref = self._live[key]  # an operation may have enlarged it
+        else:
+            counted, ref = 0, weakref.ref(storage, lambda _: self._release(key))
+        self._live[key] = (nbytes, ref)
+        self.current += nbytes - counted
         self.peak = max(self.peak, self.current)
 
     def _release(self, key: int) -> None:

@@ -195,7 +195,7 @@ class TestPart3PeakMemory:
         return partial(peak, remat), limit, peak(blocks, reference)
 
     @pytest.mark.survives("peak_memory", 1)
-    @counts("some results are left out: by dtype, in lists, or under no_grad")
+    @counts("results are left out by kind, or a storage keeps the size that it was made with")
     def test_counts_every_kind_of_operation(self):
         kept, x = [], floats(2)
         new = partial(torch.zeros, KIB)
@@ -206,6 +206,9 @@ class TestPart3PeakMemory:
         halves = lambda: kept.append(torch.unbind_copy(x.view(2, -1)))  # noqa: E731
         yield "two results", (2, 2, 2), halves, [x]
         yield "a list as a tensor", (0, 4, 4), lambda: kept.append(torch.tensor([1.0] * KIB))
+        yield "resized and gone", (0, 8, 0), lambda: torch.empty(0).resize_(2 * KIB)
+        filled = lambda: (torch.exp(x, out=torch.empty(0)), None)[1]  # noqa: E731
+        yield "an empty tensor filled and gone", (2, 2, 0), filled, [x]
 
     @pytest.mark.survives("peak_memory", 2)
     @counts("a measurement counts what an earlier one has seen, or the peak starts at 0")
