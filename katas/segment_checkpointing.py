@@ -1,8 +1,7 @@
 """Segment checkpointing: trade forward passes for activations.
 
     written here  nothing of torch.utils.checkpoint runs
-    untouched     modes, hooks, training flags and the caller's data, after an error too; no seed
-                  is set
+    untouched     modes, hooks, training flags and the caller's data, after an error too
     errors        ValueError that names the offending value, before any change, unless it says
                   otherwise
 
@@ -22,50 +21,44 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-        runs          once in the call, once more in backward, as far as needed
-        gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
-                      require one, of parameters and other leaves that `function` uses; several for
-                      one tensor add up in any order and precision
-        data          parameters get theirs even if no argument requires one; a function without
-                      gradients is no error, not even in backward
-        kept          until backward the arguments, and nothing computed from them; then one
-                      checkpoint's inside at a time
-        freed         arguments in backward, the rest with the results; without the garbage
+        runs          once in the call, once more in backward
+        gradients     to the bit those of `function(*args)`, added to `.grad`, for arguments,
+                      parameters and any other leaf that `function` uses; sums of several may round
+                      differently
+        data          parameters get gradients even if no argument requires one; a function without
+                      gradients is no error
+        kept          only the arguments until backward; in backward the activations of one
+                      checkpoint at a time
+        freed         arguments in backward, everything else with the graph; without the garbage
                       collector
-        random state  the second run draws what the first drew from torch's default generators; the
-                      stream goes on as after one run
-        autocast      in the second run as in the first: off, or on with its dtype; backward runs
-                      in the caller's
-        result        what `function` returns: a tensor, a tuple, namedtuple or torch.return_types
-                      of tensors and other things; tensors may change in place
+        random state  the second run draws the same numbers from torch's default generators; the
+                      stream continues as after one run
+        autocast      in the second run as in the first: off, or on with its dtype; the backward
+                      pass keeps its caller's
+        result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
+                      other things; tensors may be changed in place
         no_grad       under no_grad and inference_mode it is the plain call
 
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: computes the same in both runs and under no_grad; what it changes, such as
-            batch norm's statistics, may change twice.
-        args: dense tensors of any dtype, not made under inference_mode; the second run may get
-            other tensor objects. Other things are handed on.
+        function: computes the same both times; side effects, such as batch norm's statistics,
+            happen twice.
+        args: tensors of any dtype; anything else is passed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: by the call if `function` does it, else
-        in backward. TypeError for a given list, tuple or dict with a tensor inside; names the
-        container's type.
+        RuntimeError if an argument is changed in place: in the call if `function` does it, else in
+        backward. TypeError for arguments with a tensor inside a list, tuple or dict, at any depth.
 
     Details:
-        1. An output that the loss does not use gets no gradient, not even zeros. While it is
-           alive, arguments may be kept.
-        2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
-           A result may require a gradient that it did not inside. Results that share memory with
-           anything may not be changed in place.
-        3. A checkpoint may stand inside the function of another, and lowers the peak there too.
-        4. A second backward pass needs retain_graph=True in the first, and then works.
-        5. An error in either run comes through; a failed second run leaves the random stream as
-           it was.
-        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
-           gradients and no others. Backward under inference_mode is not asked for.
-        7. A tensor inside a returned list, tuple or dict, however deep: TypeError, or right
+        1. An output that the loss does not use gets no gradient, not even zeros.
+        2. A checkpoint inside another one works, and lowers the peak further.
+        3. After backward(retain_graph=True) a second backward works.
+        4. An error in either run propagates; a failed second run leaves the random stream as it
+           was.
+        5. autograd.grad(), backward(inputs=...) and create_graph=True raise RuntimeError, or give
+           right gradients and no others.
+        6. Tensors nested deeper in the result, as in a list, raise TypeError or get right
            gradients.
     """
     raise NotImplementedError
@@ -78,21 +71,20 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
     """The output of `layers` applied in order to `x`, in checkpointed segments.
 
         sizes      equal, or differing by one
-        runs       each layer once; again in backward, except in the last segment, whose inside is
-                   needed at once
-        gradients  those of the plain chain, as in `checkpoint`; `x` need not require one
-        peak       one input for each segment, and the largest segment's activations
+        runs       each layer once, and again in backward, except in the last segment, whose
+                   activations are needed at once
+        gradients  those of the plain chain, as in `checkpoint`
+        peak       one input per segment, and the activations of the largest segment
 
         >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
-        layers: each from a tensor to a tensor, the same under no_grad, without changing its
-            input in place; one may stand twice. All but the first take floating-point numbers.
+        layers: each from a tensor to a tensor, not in place; one may appear twice.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 
     Raises:
-        no layers; other numbers of segments; names both.
+        no layers; any other number of segments, named with the number of layers.
     """
     raise NotImplementedError
 
@@ -100,7 +92,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
 def best_segments(num_layers: int) -> int:
     """The number of segments with the lowest peak for layers that each hold one activation.
 
-        peak  `segments + ceil(num_layers / segments)` activations; of several best any
+        peak  `segments + ceil(num_layers / segments)` activations; any of several best
 
         >>> best_segments(16)
         4
@@ -115,13 +107,14 @@ def best_segments(num_layers: int) -> int:
 
 
 def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
-    """The fewest layer runs without a graph, to run backward through `num_layers` layers when
-    `snapshots` layer inputs may be kept at a time.
+    """The fewest layer runs without a graph that backward through `num_layers` layers needs, if
+    at most `snapshots` layer inputs are kept at a time.
 
-        steps      all layers from a snapshot to the one whose turn it is run without a graph;
-                   each layer's turn, the last layer's first, is one run with a graph: not counted
-        snapshots  the first layer's input is one; the input of the layer whose turn it is takes
-                   no place
+        steps      backward takes the layers from last to first, and runs each once with a graph,
+                   which does not count; to reach its input, all layers from a snapshot up to it
+                   run without one
+        snapshots  the first layer's input is one; the input of the layer that runs with a graph
+                   is not
 
         >>> fewest_extra_steps(10, snapshots=3)
         15
@@ -140,21 +133,21 @@ def backward_with_snapshots(
 ) -> Tensor:
     """Forward and backward through `layers` with at most `snapshots` layer inputs kept at a time.
 
-        gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
-                      requires one, of `x` and what it was computed from
+        gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`, also for what
+                      `x` was computed from
         runs          layers at most `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
-        random state  layers draw the same from torch's default generators in each run; the stream
-                      goes on as if each ran once, after an error too
+        random state  as in `checkpoint`: a layer draws the same in each run, and the stream
+                      continues as after one
         peak          `snapshots` activations, and one layer's forward and backward with its input
-        freed         afterwards nothing is left but the loss
+        freed         afterwards only the loss is left
 
         >>> loss = backward_with_snapshots(layers, x, loss_fn, snapshots=3)
 
     Args:
         layers: as for run_in_segments.
         x: the first layer's input, a snapshot.
-        loss_fn: from the last output to a scalar that requires a gradient; may have parameters.
-        snapshots: at least 1, also more than there are layers.
+        loss_fn: from the last output to a scalar; may have parameters.
+        snapshots: at least 1; may exceed the number of layers.
 
     Returns:
         The loss, a scalar without a graph.
@@ -164,9 +157,9 @@ def backward_with_snapshots(
 
     Details:
         1. Layers and `loss_fn` run under the caller's autocast.
-        2. It works for 1,200 layers with as many snapshots.
+        2. It works for 1,200 layers with 1,200 snapshots.
     """
     raise NotImplementedError
 
 
-# untouched stub e0cbf01bf235
+# untouched stub 1280bca5269e

@@ -1,8 +1,7 @@
 """Segment checkpointing: trade forward passes for activations.
 
     written here  nothing of torch.utils.checkpoint runs
-    untouched     modes, hooks, training flags and the caller's data, after an error too; no seed
-                  is set
+    untouched     modes, hooks, training flags and the caller's data, after an error too
     errors        ValueError that names the offending value, before any change, unless it says
                   otherwise
 
@@ -26,50 +25,44 @@ from torch import Tensor, nn
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, keeping the arguments instead of what is computed from them.
 
-        runs          once in the call, once more in backward, as far as needed
-        gradients     to the bit those of `function(*args)`, added to `.grad`: of arguments that
-                      require one, of parameters and other leaves that `function` uses; several for
-                      one tensor add up in any order and precision
-        data          parameters get theirs even if no argument requires one; a function without
-                      gradients is no error, not even in backward
-        kept          until backward the arguments, and nothing computed from them; then one
-                      checkpoint's inside at a time
-        freed         arguments in backward, the rest with the results; without the garbage
+        runs          once in the call, once more in backward
+        gradients     to the bit those of `function(*args)`, added to `.grad`, for arguments,
+                      parameters and any other leaf that `function` uses; sums of several may round
+                      differently
+        data          parameters get gradients even if no argument requires one; a function without
+                      gradients is no error
+        kept          only the arguments until backward; in backward the activations of one
+                      checkpoint at a time
+        freed         arguments in backward, everything else with the graph; without the garbage
                       collector
-        random state  the second run draws what the first drew from torch's default generators; the
-                      stream goes on as after one run
-        autocast      in the second run as in the first: off, or on with its dtype; backward runs
-                      in the caller's
-        result        what `function` returns: a tensor, a tuple, namedtuple or torch.return_types
-                      of tensors and other things; tensors may change in place
+        random state  the second run draws the same numbers from torch's default generators; the
+                      stream continues as after one run
+        autocast      in the second run as in the first: off, or on with its dtype; the backward
+                      pass keeps its caller's
+        result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
+                      other things; tensors may be changed in place
         no_grad       under no_grad and inference_mode it is the plain call
 
         >>> checkpoint(block, x).sum().backward()
 
     Args:
-        function: computes the same in both runs and under no_grad; what it changes, such as
-            batch norm's statistics, may change twice.
-        args: dense tensors of any dtype, not made under inference_mode; the second run may get
-            other tensor objects. Other things are handed on.
+        function: computes the same both times; side effects, such as batch norm's statistics,
+            happen twice.
+        args: tensors of any dtype; anything else is passed on.
 
     Raises:
-        RuntimeError if an argument is changed in place: by the call if `function` does it, else
-        in backward. TypeError for a given list, tuple or dict with a tensor inside; names the
-        container's type.
+        RuntimeError if an argument is changed in place: in the call if `function` does it, else in
+        backward. TypeError for arguments with a tensor inside a list, tuple or dict, at any depth.
 
     Details:
-        1. An output that the loss does not use gets no gradient, not even zeros. While it is
-           alive, arguments may be kept.
-        2. A parameter or buffer may be returned; it stays a leaf, and the result has its values.
-           A result may require a gradient that it did not inside. Results that share memory with
-           anything may not be changed in place.
-        3. A checkpoint may stand inside the function of another, and lowers the peak there too.
-        4. A second backward pass needs retain_graph=True in the first, and then works.
-        5. An error in either run comes through; a failed second run leaves the random stream as
-           it was.
-        6. autograd.grad(), inputs= (of arguments) and create_graph=True: RuntimeError, or right
-           gradients and no others. Backward under inference_mode is not asked for.
-        7. A tensor inside a returned list, tuple or dict, however deep: TypeError, or right
+        1. An output that the loss does not use gets no gradient, not even zeros.
+        2. A checkpoint inside another one works, and lowers the peak further.
+        3. After backward(retain_graph=True) a second backward works.
+        4. An error in either run propagates; a failed second run leaves the random stream as it
+           was.
+        5. autograd.grad(), backward(inputs=...) and create_graph=True raise RuntimeError, or give
+           right gradients and no others.
+        6. Tensors nested deeper in the result, as in a list, raise TypeError or get right
            gradients.
     """
     if not torch.is_grad_enabled():
@@ -91,7 +84,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx: Any, anchor: Tensor, function: Callable[..., Any], kinds: list[type], *args: Any
     ) -> tuple[Any, ...]:
         # No graph is built here: inside a Function's forward, gradients are off.
-        ctx.set_materialize_grads(False)  # an output that is not used: None, and not zeros
+        ctx.set_materialize_grads(False)  # an unused output gets None, not zeros
         ctx.places = [n for n, arg in enumerate(args) if isinstance(arg, Tensor)]
         tensors = [args[place] for place in ctx.places]
         versions = [tensor._version for tensor in tensors]
@@ -111,13 +104,13 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Gradients are on here only for create_graph=True, and the ones below have no graph. The
-        # other name is private; torch offers no public one that knows of grad() and inputs=.
+        # Gradients are on here only under create_graph=True; those computed below have no graph.
+        # The other check is private: torch has no public one for grad() and inputs=.
         if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("a checkpoint needs backward(), without inputs= or create_graph=")
         args = list(ctx.args)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            # A leaf of its own: the graph that is built now ends here.
+            # A new leaf: the graph that is built now ends here.
             args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
         with torch.enable_grad(), ctx.random.restored(), ctx.autocast.restored():
             outputs = ctx.function(*args)
@@ -134,7 +127,7 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def _refuse_hidden_tensors(values: Iterable[Any]) -> None:
-    """Autograd sees the tensors among `values` themselves, and none inside of anything."""
+    """Autograd does not look for tensors inside a list, tuple or dict."""
     for value in values:
         if not isinstance(value, Tensor) and _has_tensors(value):
             raise TypeError(f"a checkpoint cannot see the tensors inside a {type(value).__name__}")
@@ -152,13 +145,13 @@ class _RandomState:
     """The state of torch's default generators, of every device: 16 bytes for a GPU."""
 
     def __init__(self) -> None:
-        # Not of the arguments' devices alone: a function may draw without a tensor among them.
+        # Not only of the arguments' devices: a function may draw without any tensor argument.
         generators = (torch.default_generator, *torch.cuda.default_generators)
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """As it was; afterwards as it is now, so that the stream goes on."""
+        """Inside, the state saved here; afterwards the stream continues where it was."""
         now = [(generator, generator.get_state()) for generator, _ in self.states]
         self.restore()
         try:
@@ -184,9 +177,8 @@ class _AutocastState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        # Autocast keeps the weights that it has cast until its block ends, and asks for the weight
-        # alone: a run could find a copy of another dtype, and in torch 2.6 one without a graph,
-        # which gets no gradient (pytorch#112583). So nothing is kept here.
+        # No cache of cast weights: in torch 2.6 a run with a graph can find a copy that was made
+        # without one, and the weight gets no gradient (pytorch#112583).
         with ExitStack() as stack:
             for device, dtype, enabled in self.settings:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
@@ -200,21 +192,20 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
     """The output of `layers` applied in order to `x`, in checkpointed segments.
 
         sizes      equal, or differing by one
-        runs       each layer once; again in backward, except in the last segment, whose inside is
-                   needed at once
-        gradients  those of the plain chain, as in `checkpoint`; `x` need not require one
-        peak       one input for each segment, and the largest segment's activations
+        runs       each layer once, and again in backward, except in the last segment, whose
+                   activations are needed at once
+        gradients  those of the plain chain, as in `checkpoint`
+        peak       one input per segment, and the activations of the largest segment
 
         >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
-        layers: each from a tensor to a tensor, the same under no_grad, without changing its
-            input in place; one may stand twice. All but the first take floating-point numbers.
+        layers: each from a tensor to a tensor, not in place; one may appear twice.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 
     Raises:
-        no layers; other numbers of segments; names both.
+        no layers; any other number of segments, named with the number of layers.
     """
     starts = _starts(len(layers), segments)
     for start, stop in itertools.pairwise(starts):
@@ -244,7 +235,7 @@ class _Chain:
 def best_segments(num_layers: int) -> int:
     """The number of segments with the lowest peak for layers that each hold one activation.
 
-        peak  `segments + ceil(num_layers / segments)` activations; of several best any
+        peak  `segments + ceil(num_layers / segments)` activations; any of several best
 
         >>> best_segments(16)
         4
@@ -261,13 +252,14 @@ def best_segments(num_layers: int) -> int:
 
 
 def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
-    """The fewest layer runs without a graph, to run backward through `num_layers` layers when
-    `snapshots` layer inputs may be kept at a time.
+    """The fewest layer runs without a graph that backward through `num_layers` layers needs, if
+    at most `snapshots` layer inputs are kept at a time.
 
-        steps      all layers from a snapshot to the one whose turn it is run without a graph;
-                   each layer's turn, the last layer's first, is one run with a graph: not counted
-        snapshots  the first layer's input is one; the input of the layer whose turn it is takes
-                   no place
+        steps      backward takes the layers from last to first, and runs each once with a graph,
+                   which does not count; to reach its input, all layers from a snapshot up to it
+                   run without one
+        snapshots  the first layer's input is one; the input of the layer that runs with a graph
+                   is not
 
         >>> fewest_extra_steps(10, snapshots=3)
         15
@@ -282,8 +274,8 @@ def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
 
 
 def _repeats(num_layers: int, snapshots: int) -> int:
-    """How often the layer that runs most runs without a graph."""
-    # If none runs more than r times, comb(snapshots + r, r) layers are within reach.
+    """How often a layer runs without a graph, at most."""
+    # With at most r such runs of each, comb(snapshots + r, r) layers are possible.
     repeats = 0
     while math.comb(snapshots + repeats, repeats) < num_layers:
         repeats += 1
@@ -293,11 +285,11 @@ def _repeats(num_layers: int, snapshots: int) -> int:
 def _next_snapshot(num_layers: int, snapshots: int) -> int:
     """How many of two or more layers to run before the next snapshot is kept.
 
-    What lies behind it is done with one snapshot fewer. When that is finished its place is free
-    again for what lies before it, which then may run once less often.
+    The layers behind it are done with one snapshot fewer. After that its place is free again, for
+    the layers before it.
     """
     if snapshots == 1:
-        return num_layers - 1  # all of them run for the last one, and again for the one before
+        return num_layers - 1  # every layer's input is reached from the start
     if snapshots >= num_layers - 1:
         return 1  # every input can be kept: no layer runs twice
 
@@ -323,21 +315,21 @@ def backward_with_snapshots(
 ) -> Tensor:
     """Forward and backward through `layers` with at most `snapshots` layer inputs kept at a time.
 
-        gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`; if `x`
-                      requires one, of `x` and what it was computed from
+        gradients     those of `loss_fn(layers(x)).backward()`, as in `checkpoint`, also for what
+                      `x` was computed from
         runs          layers at most `len(layers) + fewest_extra_steps(...)` times, `loss_fn` once
-        random state  layers draw the same from torch's default generators in each run; the stream
-                      goes on as if each ran once, after an error too
+        random state  as in `checkpoint`: a layer draws the same in each run, and the stream
+                      continues as after one
         peak          `snapshots` activations, and one layer's forward and backward with its input
-        freed         afterwards nothing is left but the loss
+        freed         afterwards only the loss is left
 
         >>> loss = backward_with_snapshots(layers, x, loss_fn, snapshots=3)
 
     Args:
         layers: as for run_in_segments.
         x: the first layer's input, a snapshot.
-        loss_fn: from the last output to a scalar that requires a gradient; may have parameters.
-        snapshots: at least 1, also more than there are layers.
+        loss_fn: from the last output to a scalar; may have parameters.
+        snapshots: at least 1; may exceed the number of layers.
 
     Returns:
         The loss, a scalar without a graph.
@@ -347,15 +339,15 @@ def backward_with_snapshots(
 
     Details:
         1. Layers and `loss_fn` run under the caller's autocast.
-        2. It works for 1,200 layers with as many snapshots.
+        2. It works for 1,200 layers with 1,200 snapshots.
     """
     _check_schedule(len(layers), snapshots)
     kept = [_Snapshot(0, x, _RandomState())]
-    grad = None  # of the loss by the input of the layer that was done last
+    grad = None  # of the loss with respect to the input of the layer done last
     with _AutocastState().restored():
         for number in reversed(range(len(layers))):
             with ExitStack() as stack:
-                if number < len(layers) - 1:  # runs again; the loss and backward go on elsewhere
+                if number < len(layers) - 1:  # a repeated run; loss and backward are outside
                     stack.enter_context(kept[-1].random.restored())
                 value = _advance(layers, kept, number, snapshots)
                 leaf = value.detach().requires_grad_(number > 0 or x.requires_grad)
@@ -385,7 +377,7 @@ class _Snapshot(NamedTuple):
 def _advance(
     layers: Sequence[nn.Module], kept: list[_Snapshot], number: int, snapshots: int
 ) -> Tensor:
-    """The input of layer `number`, from the newest snapshot; keeps more on the way if it may."""
+    """The input of layer `number`, run from the newest snapshot; keeps more where there is room."""
     at, x, _ = kept[-1]
     while at < number:
         stop = at + _next_snapshot(number + 1 - at, snapshots - len(kept) + 1)
@@ -395,5 +387,5 @@ def _advance(
         if len(kept) < snapshots:
             kept.append(_Snapshot(at, x, _RandomState()))
     if kept[-1].number == number:
-        kept.pop()  # it is done with this layer, and its place is free
+        kept.pop()  # not needed again: its place is free
     return x

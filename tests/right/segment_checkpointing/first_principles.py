@@ -123,15 +123,12 @@ class _Rerun:
     """All that the second run needs, but for the tensors themselves: autograd keeps those."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        places: dict[int, _Place] = {}
         self.tensors: list[Tensor] = []
         self.args: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor):
-                if id(arg) not in places:
-                    places[id(arg)] = _Place(len(self.tensors))
-                    self.tensors.append(arg)
-                arg = places[id(arg)]
+                self.tensors.append(arg)
+                arg = _Place(len(self.tensors) - 1)
             self.args.append(arg)
         self.function = function
         self.cursor = _Cursor(_generators())
@@ -140,9 +137,6 @@ class _Rerun:
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         args = [tensors[arg.number] if type(arg) is _Place else arg for arg in self.args]
         with ExitStack() as stack:
-            # Neither run may find a weight that was cast to another dtype.
-            torch.clear_autocast_cache()
-            stack.callback(torch.clear_autocast_cache)
             for autocast in self.autocast:
                 stack.enter_context(autocast())
             stack.enter_context(self.cursor.copy().drawing())
@@ -166,8 +160,7 @@ class _Recompute(torch.autograd.Function):
         ctx.rerun = rerun
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        loose = {id(out): out.detach() for out in outputs}  # one that is returned twice is one
-        return tuple(loose[id(out)] for out in outputs)
+        return tuple(out.detach() for out in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -77,44 +77,9 @@ class _AutocastState:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.callback(torch.clear_autocast_cache)
-            torch.clear_autocast_cache()  # a cast is looked up by its weight, not by its dtype
             for settings in self.settings:
                 stack.enter_context(torch.autocast(**settings))
             yield
-
-
-class _StandIn:
-    """A tensor with the values of another, where a backward pass ends and leaves the gradient.
-
-    It is taken as it arrives: a leaf's would be copied to the strides of the leaf.
-    """
-
-    def __init__(self, tensor: Tensor, requires_grad: bool) -> None:
-        # The graph has this list and not the stand-in, which has the graph: a cycle would keep both
-        # until the garbage collector comes.
-        self._arrived: list[Tensor | None] = []
-        self.tensor = tensor.detach().requires_grad_(requires_grad)
-        if requires_grad:
-            with torch.enable_grad():
-                self.tensor = _End.apply(self.tensor, self._arrived)
-
-    @property
-    def grad(self) -> Tensor | None:
-        return self._arrived[0] if self._arrived else None
-
-
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, arrived: list[Tensor | None]) -> Tensor:
-        ctx.arrived = arrived
-        ctx.set_materialize_grads(False)
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
-        ctx.arrived.append(grad)
-        return None, None
 
 
 # Part 1 and part 2
@@ -128,16 +93,13 @@ class _Slot:
 
 
 def _take_out(items: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
-    """`items` with a slot for each tensor, and the tensors, each of them once."""
+    """`items` with a slot for each tensor, and the tensors."""
     template: list[Any] = []
     tensors: list[Tensor] = []
-    slots: dict[int, _Slot] = {}
     for item in items:
         if isinstance(item, Tensor):
-            if id(item) not in slots:
-                slots[id(item)] = _Slot(len(tensors))
-                tensors.append(item)
-            item = slots[id(item)]
+            tensors.append(item)
+            item = _Slot(len(tensors) - 1)
         template.append(item)
     return template, tensors
 
@@ -210,11 +172,12 @@ class _Checkpoint(torch.autograd.Function):
 
         call: _Call = ctx.call
         needed = ctx.needs_input_grad[3:]
-        stand_ins = [
-            _StandIn(tensor, needs) for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)
+        leaves = [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad(), call.random.again(), call.autocast.again():
-            _, outputs = _take_out(_as_tuple(call([stand_in.tensor for stand_in in stand_ins])))
+            _, outputs = _take_out(_as_tuple(call(leaves)))
         roots = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
@@ -224,7 +187,7 @@ class _Checkpoint(torch.autograd.Function):
         if roots:
             # Outside of the contexts above: a backward pass runs under what is set around it.
             torch.autograd.backward(*zip(*roots, strict=True))
-        return None, None, None, *(stand_in.grad for stand_in in stand_ins)
+        return None, None, None, *(leaf.grad for leaf in leaves)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -356,10 +319,12 @@ def backward_with_snapshots(
                 kept.pop()
             del start
 
-            stand_in = _StandIn(value, _differentiable(value) if last else x.requires_grad)
+            leaf = value.detach().requires_grad_(
+                _differentiable(value) if last else x.requires_grad
+            )
             del value
             with torch.enable_grad():
-                output = layers[last](stand_in.tensor)
+                output = layers[last](leaf)
                 if loss is None:
                     output = loss_fn(output)
                     loss = output.detach().clone()  # not a view of something large
@@ -368,8 +333,8 @@ def backward_with_snapshots(
         elif grad is not None and output.requires_grad:
             output.backward(grad)
         del output
-        grad = stand_in.grad
-        del stand_in
+        grad = leaf.grad
+        del leaf
     if grad is not None:
         x.backward(grad)
     assert loss is not None

@@ -1,4 +1,4 @@
-"""What a function may change although a contract leaves such things alone."""
+"""What a function may change although the contract says `untouched`."""
 
-# `function` does, and is refused for it.
+# `function` changes its argument in place, and is refused.
 CHANGES = {"checkpoint": ("data",)}

@@ -1,4 +1,4 @@
-"""One step of a chain in segments as a picture: an input a segment, and one segment's insides."""
+"""One step of a chain in segments as a picture: an input per segment, one segment's activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TITLE = "One step of 36 layers in 6 segments, 64 wide, 2,048 samples"
 
 
 def timeline(answer: ModuleType, reference: ModuleType, device: torch.device) -> dict[str, Account]:
-    """The plain way is one segment, by the reference."""
+    """The plain step is the reference with one segment."""
     ways = {"plain": (reference, 1), "reference": (reference, 6), "yours": (answer, 6)}
     return {name: _step(*way, device) for name, way in ways.items()}
 

@@ -1,13 +1,12 @@
-"""An answer and plain PyTorch in the same world, and what is seen of either.
+"""An answer and plain PyTorch in the same world, and what is observed of each.
 
-A world is a step, which calls what it is given and returns a loss; where that has a graph, backward
-runs afterwards. The gradients of all tensors and modules that the step uses are looked at.
+A world is a step: a function that calls what it is given and returns a loss. If the loss has a
+graph, backward runs afterwards. All tensors and modules that the step uses are observed.
 """
 
 import inspect
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from functools import partial, reduce
 
 import torch
@@ -21,11 +20,11 @@ from kit.laws.trace import Probe
 from kit.laws.untouched import observed
 from kit.memory.ruler import measure
 
-TWICE = "twice the gradient: an argument is not detached, or counts at each place where it stands"
+TWICE = "twice the gradient: an argument is not detached, or counts once per place it is given in"
 
 
 class Layer(nn.Module):
-    """Linear, tanh, dropout: (rows, width) to the same shape. Notes in `log` each time it runs."""
+    """Linear, tanh, dropout: (rows, width) to the same shape. Each run is noted in `log`."""
 
     def __init__(self, number, log, width, dropout):
         super().__init__()
@@ -38,7 +37,7 @@ class Layer(nn.Module):
 
 
 def chain(count, device, *, width=5, dropout=0.25):
-    """`count` layers, the same ones each time, and the list in which they note that they ran."""
+    """`count` layers, the same ones each time, and the list of their runs."""
     draw.seed(11)
     log = []
     layers = [Layer(number, log, width, dropout) for number in range(count)]
@@ -68,7 +67,7 @@ def loss_of(out):
 
 
 def data(*shape, dtype=None):
-    """Drawn on the cpu, for the device of the spec."""
+    """Drawn on the CPU, moved to the spec's device."""
     with torch.device("cpu"):
         numbers = draw.randn(*shape, dtype=dtype)
     return numbers.to(torch.get_default_device())
@@ -79,12 +78,12 @@ def leaf(*shape, dtype=None):
 
 
 def probed(*layers):
-    """Layers, the first of which is seen each time it runs; what follows it needs its result."""
+    """Layers with a probe that counts runs behind the first; tanh needs the probe's result."""
     return nn.Sequential(layers[0], Probe(), nn.Tanh(), *layers[1:])
 
 
 def used(step):
-    """The tensors and modules that a function, or one that it uses, has from around it."""
+    """The tensors and modules in the closure of a function, and of the functions it uses."""
     found = {}
     todo, seen = [step], set()
     while todo:
@@ -106,7 +105,7 @@ def named(things):
 
 
 def described(result):
-    """A result by value: tensors as copies, and what they are."""
+    """A result by value: its type, and copies of its tensors."""
     items = result if isinstance(result, tuple) else (result,)
     tensors = {f"output {n}": t for n, t in enumerate(items) if isinstance(t, Tensor)}
     return {
@@ -117,7 +116,7 @@ def described(result):
 
 
 def observe(call, step, device, runs=1):
-    """One forward and backward pass, where forward runs count so often; gradients start at None."""
+    """One forward and backward pass; each forward run counts `runs` times."""
     things, results = used(step), []
     leaves = named(things)
     modules = [*nn.ModuleList(t for t in things.values() if isinstance(t, nn.Module)).modules()]
@@ -140,8 +139,6 @@ def observe(call, step, device, runs=1):
         **{f"gradient of {name}": leaf.grad for name, leaf in leaves.items()},
         "the random numbers after the backward pass": draw.next_random(device),
         **{f"{name} as before": now == before[name] for name, now in observed().items()},
-        "a graph under no_grad": loss.requires_grad and not torch.is_grad_enabled(),
-        "a graph where the plain call has one": loss.requires_grad,
         "modules": [(repr(m), m.training, sorted(vars(m))) for m in modules],
         "runs": Counter(run for probe in probes for run in probe.forwards * runs),
         "backward": [run for probe in probes for run in probe.backwards],
@@ -153,24 +150,14 @@ def cause_of(got, want):
     other = next((name for name in want if not same(got[name], want[name])), "")
     mine, true = got.get(other), want.get(other)
     if other.startswith("the random numbers"):
-        return (
-            "torch's stream goes on from elsewhere: what restores it puts it back too early or late"
-        )
+        return "torch's random stream is put back at the wrong moment, or to the wrong state"
     if other.startswith("gradient") and getattr(mine, "shape", 0) == getattr(true, "shape", 1):
         if true.any() and same(mine, 2 * true):
             return TWICE
         there = ~mine.isnan()
         if same(mine[there], true[there]):
-            return "zeros stand in for a gradient that is not there: 0 times infinity is NaN"
+            return "an unused output gets zeros for a gradient: 0 times infinity is NaN"
     return None
-
-
-@contextmanager
-def unusual_modes():
-    """Autocast keeps no copies, and autograd notes where each node was made; it must stay so."""
-    anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with anomaly, torch.autocast("cpu", enabled=False, cache_enabled=False):
-        yield
 
 
 def raised(step, kind):
@@ -192,7 +179,7 @@ def refuses(answer, device, name, step):
 
 @scenarios("the plain step, or the refusal")
 def right_or_refuses(answer, device, name, kind, step):
-    """Gradients as the plain call has them, or an error of that kind; either way no others."""
+    """The plain call's gradients, or an error of that kind; no other gradients either way."""
     leaves, seen = named(used(step)), []
     for call in (plain_call, answer.checkpoint):
         for leaf in leaves.values():
@@ -200,7 +187,7 @@ def right_or_refuses(answer, device, name, kind, step):
         error = raised(partial(step, call), kind)
         seen.append({"error": error} | {f"gradient of {n}": t.grad for n, t in leaves.items()})
     want, got = seen
-    if got["error"] == kind.__name__:  # then nothing may have moved that the plain way leaves alone
+    if got["error"] == kind.__name__:  # then what has no gradient in the plain step has none here
         want = {name: None if value is None else got[name] for name, value in want.items()}
     return got, want
 
@@ -214,7 +201,7 @@ def check_not_torchs_own(step):
         step()
     finally:
         sys.setprofile(before)
-    runs, cause = "torch.utils.checkpoint" in seen, "the checkpoint is to be written here"
+    runs, cause = "torch.utils.checkpoint" in seen, "write the checkpoint yourself"
     check_equal(runs, False, "whether a function of torch.utils.checkpoint runs", cause=cause)
 
 
@@ -222,21 +209,18 @@ def check_not_torchs_own(step):
 def as_plain(answer, device, name, step):
     """A checkpoint, and the plain call in its place."""
     want = observe(plain_call, step, device, runs=2 if torch.is_grad_enabled() else 1)
-    got = observe(answer.checkpoint, step, device)
-    # Where the plain call has none, a result may require a gradient all the same.
-    want["a graph where the plain call has one"] |= got["a graph where the plain call has one"]
-    return got, want
+    return observe(answer.checkpoint, step, device), want
 
 
 def zero_grads(*things):
-    """Put gradients in place, so that a peak is one of activations; returns what is known."""
+    """Allocate gradients first, so that a peak is one of activations; returns `things`."""
     for part in named({str(number): thing for number, thing in enumerate(things)}).values():
         part.grad = torch.zeros_like(part) if part.requires_grad else None
     return list(things)
 
 
 def bytes_left(step, device, *known):
-    """What reads the bytes after a step with a call, which keeps what is put into a list."""
+    """A function of a call that reads the bytes after the step; the step keeps things in a list."""
     return lambda call: measure(partial(step, call, []), device, known=known).retained
 
 
@@ -246,7 +230,7 @@ def peak_of(step, device, *known):
 
 
 def big_chain(count, device):
-    """Layers, and an input so large that activations outweigh everything else; with gradients."""
+    """Layers, and an input so large that activations outweigh all else; gradients allocated."""
     rows, width = (4096, 128) if device.type == "cuda" else (256, 32)
     layers = chain(count, device, width=width)[0]
     return layers, zero_grads(layers, draw.randn(rows, width, device=device, requires_grad=True))[1]
