@@ -23,10 +23,10 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
         runs          once in the call, once more in backward
         gradients     to the bit those of `function(*args)`, added to `.grad`, for arguments,
-                      parameters and any other leaf that `function` uses; sums of several may round
-                      differently
-        data          parameters get gradients even if no argument requires one; a function without
-                      gradients is no error
+                      parameters and any other leaf that `function` uses; sums of several gradients
+                      may round differently
+        data          parameters get gradients even if no argument requires one; if nothing inside
+                      requires one, backward does nothing
         kept          only the arguments until backward; in backward the activations of one
                       checkpoint at a time
         freed         arguments in backward, everything else with the graph; without the garbage
@@ -34,7 +34,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         random state  the second run draws the same numbers from torch's default generators; the
                       stream continues as after one run
         autocast      in the second run as in the first: off, or on with its dtype; the backward
-                      pass keeps its caller's
+                      pass runs under its caller's
         result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
                       other things; tensors may be changed in place
         no_grad       under no_grad and inference_mode it is the plain call
@@ -44,7 +44,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     Args:
         function: computes the same both times; side effects, such as batch norm's statistics,
             happen twice.
-        args: tensors of any dtype; anything else is passed on.
+        args: tensors of any dtype; anything else is passed on unchanged.
 
     Raises:
         RuntimeError if an argument is changed in place: in the call if `function` does it, else in
@@ -84,7 +84,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
         segments: from 1 to the number of layers.
 
     Raises:
-        no layers; any other number of segments, named with the number of layers.
+        no layers; segments out of range, with both numbers in the message.
     """
     raise NotImplementedError
 
@@ -110,9 +110,9 @@ def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
     """The fewest layer runs without a graph that backward through `num_layers` layers needs, if
     at most `snapshots` layer inputs are kept at a time.
 
-        steps      backward takes the layers from last to first, and runs each once with a graph,
-                   which does not count; to reach its input, all layers from a snapshot up to it
-                   run without one
+        steps      from the last layer to the first: to reach a layer's input, all layers from a
+                   snapshot up to it run without a graph; then the layer runs once with one, which
+                   does not count
         snapshots  the first layer's input is one; the input of the layer that runs with a graph
                    is not
 
@@ -162,4 +162,4 @@ def backward_with_snapshots(
     raise NotImplementedError
 
 
-# untouched stub 1280bca5269e
+# untouched stub 54bb261a0dd3

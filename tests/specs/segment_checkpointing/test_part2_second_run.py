@@ -54,7 +54,6 @@ class TestPart2SecondRun:
 
         yield "bfloat16, then the weight changes and is used", train
         yield "float16, backward outside", float16(lambda c: c(model, x))
-        yield "bfloat16, without arguments", bfloat16(lambda c: c(lambda: model(x)))
 
         def backward_in_bfloat16(call):
             out = off(call)(model, x)
@@ -62,8 +61,8 @@ class TestPart2SecondRun:
                 w.loss_of(out).backward()
             return out.detach()
 
-        yield "off, backward inside of bfloat16", backward_in_bfloat16
-        cast = nn.Linear(4, 4, bias=False)  # of numbers that bfloat16 holds and adds exactly
+        yield "off, backward under bfloat16", backward_in_bfloat16
+        cast = nn.Linear(4, 4, bias=False)  # numbers that bfloat16 adds exactly
         nn.init.eye_(cast.weight)
         bits = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
         # pytorch#112583: torch 2.6 finds a cached copy that has no graph.
@@ -105,7 +104,7 @@ class TestPart2SecondRun:
         yield "one inside, two outputs", all_of(lambda x: (y := model(x * v), y.exp()))
         yield "the argument itself", all_of(lambda x: (x, x * v))
         change = lambda item: (item.mul_(2)[1].add_(1), item)[1]  # noqa: E731
-        yield "two of them changed in place", all_of(lambda x: (x * v, x + v), change)
+        yield "two results changed in place", all_of(lambda x: (x * v, x + v), change)
 
     @pytest.mark.saves("checkpoint", 2)
     @bar(

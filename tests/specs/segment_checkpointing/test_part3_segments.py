@@ -30,7 +30,7 @@ def as_chain(answer, device, name, layers, x, segments, before=None):
 
 @scenarios("runs")
 def runs(answer, device, name, count, segments, want):
-    """Which layers ran in the call, and in stretches of which lengths again in backward."""
+    """Which layers ran in the call, and which segments ran again in backward."""
     layers, log = w.chain(count, device)
     out = answer.run_in_segments([*layers], draw.randn(13, 5, device=device), segments)
     called = log[:]
@@ -68,9 +68,6 @@ class TestPart3Segments:
         first, *layers = w.chain(4, x.device)[0]
         yield "a list, with one layer twice", [first, *layers, first], x, 3
         yield "a Sequential in eval mode", nn.Sequential(*layers).eval(), x, 2
-        mixed = w.chain(6, x.device)[0]
-        mixed[1:3].eval()
-        yield "some layers in eval mode", mixed, x, 2
         fixed, words, frozen = w.data(13, 5), *(w.chain(6, x.device)[0] for _ in range(2))
         yield "numbers", words, fixed, 3
         words[0] = nn.Embedding(17, 5)

@@ -44,14 +44,6 @@ def chain(count, device, *, width=5, dropout=0.25):
     return nn.ModuleList(layers).to(device), log
 
 
-class Applied(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.forward = function
-
-
 def plain(layers, x, segments=1):
     return reduce(lambda value, layer: layer(value), layers, x)
 
