@@ -1,12 +1,11 @@
 """Fully sharded data parallel: a rank holds a part of the model, and gathers a block to use it.
 
-A *unit* is gathered and freed together: a block without the blocks inside it, or the root, the
-model, for what is in no block. A rank keeps a *shard* of each parameter: on N ranks 1/N of its
-rows, rounded up.
+A *unit* is gathered and freed together: a block without the blocks inside it, or the root, which is
+the rest of the model. A rank keeps a *shard* of each parameter: on N ranks 1/N of its rows,
+rounded up.
 
-All ranks of the mesh call together, with the same arguments except for the data.
-
-    errors  ValueError before any change; what is under Raises names the offending value
+    ranks   all ranks of the mesh call together, each with its data; a job may have more ranks
+    errors  ValueError, before any change; for what is under Raises it names the offending value
 
 Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
 """
@@ -14,7 +13,8 @@ Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,46 +47,38 @@ def wrap(
 ) -> Optimizer:
     """Shard `model` in place with fully_shard, and make the optimizer of its shards.
 
-        values      training computes what one process does with all ranks' data
+        values      training matches one process that has the data of all ranks
         units       each block is a unit, blocks inside blocks too, then the root
         state       a rank holds its shards, their gradients and optimizer state, nothing whole
         calls       a step gathers each block for forward and again for backward, the root once,
                     and reduces each unit's gradients once
-        gathered    in a chain at most the block that runs, those around, one ahead, the root's
+        gathered    in a chain of blocks at most the running one, the next one and the root
         kept        reshard_after_forward=False gathers each unit once, until after backward
-        bfloat16    is what units gather and compute in, and what a block returns; gradients are
-                    reduced in float32, shards and the model's output are float32
-        checkpoint  an outermost block keeps its inputs only; backward runs it again, as far as
-                    needed; gathers and reductions stay
+        bfloat16    units cast their inputs to it, gather and compute in it; gradients are reduced
+                    in float32, and shards and the model's output are float32
+        checkpoint  an outermost block keeps only its inputs, and backward runs it again; gathers
+                    and reductions stay the same
 
         >>> optimizer = wrap(model, mesh, Block, torch.optim.AdamW, dtype=torch.bfloat16)
 
     Args:
-        model: whole, contiguous float32 without scalars, on the mesh's device, the same everywhere.
+        model: float32, on the mesh's device, the same on every rank.
         mesh: one-dimensional.
-        block_types: one class or more; subclasses count, the model itself does not. A block is at
-            one place in the model, and runs once.
-        make_optimizer: from all parameters, frozen too, to their optimizer.
+        block_types: one class or a tuple; subclasses count. A block runs once in a forward.
+        make_optimizer: makes the optimizer of the parameters that it gets.
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
-        another mesh or dtype; a class without a block inside the model; a model that is sharded,
-        even in part; a parameter of two units, not one with two names in a unit.
+        another mesh or dtype; a class without a block; a sharded model; a parameter of two units.
 
     Details:
-        1. A forward under no_grad gathers each unit once and leaves none gathered, with any option.
-           The next step gathers as before if the root has parameters. After a forward with
-           gradients comes its backward, before the next step.
+        1. A forward under no_grad leaves nothing gathered.
         2. `wrap` leaves values, buffers, state dict names, requires_grad and train mode alone.
-        3. Frozen parameters are sharded too; a unit without gradients is not reduced.
-        4. Only the ranks of the mesh take part.
-        5. In bfloat16 each unit casts the floating inputs it gets, in keywords and dicts too.
-        6. Checkpointed blocks may have dropout, take keywords of any name, return tuples, and get
-           inputs without gradients. While one runs again, all blocks inside it may be gathered.
+        3. Checkpointed blocks may have dropout, take keywords, and get inputs without gradients.
     """
     _check_wrap(model, mesh, block_types, dtype)
     _shard(model, mesh, block_types, reshard_after_forward, dtype, checkpoint)
-    # Only now: the parameters of before are not the ones that train.
+    # Only now: sharding has replaced the parameters.
     return make_optimizer(model.parameters())
 
 
@@ -100,45 +92,37 @@ def _shard(
 ) -> None:
     policy, root_policy = MixedPrecisionPolicy(), MixedPrecisionPolicy()
     if dtype != torch.float32:
-        # Between blocks activations stay in 16 bits; only what the model returns is float32.
+        # Between blocks activations stay in 16 bits; only the model's output is float32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
         root_policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=torch.float32)
     blocks = _blocks(model, block_types)
     inner = {module for block in blocks for module in _blocks(block, block_types)}
     for block in blocks:
-        # What is inside another runs again with it, once.
+        # An inner block runs again with the outer one. No closure: checkpoint saves the random
+        # state of those GPUs on which it sees a tensor.
         if checkpoint and block not in inner:
-            block.forward = _checkpointed(block.forward)
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-    # Last: it takes what no block has taken. Backward begins with it, so it is not given back.
+    # Last: it takes what no block has taken. Backward starts with it, so it stays gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
     model.register_forward_hook(_give_back)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # As a dict: checkpoint would take some keywords for its own. Not in a closure: checkpoint
-        # keeps the random streams of those GPUs on which it sees a tensor.
-        return recompute(lambda a, k: forward(*a, **k), args, kwargs, use_reentrant=False)
-
-    return run
-
-
 def _give_back(model: nn.Module, args: object, output: object) -> None:
-    """No backward will do it, and the next forward would see the weights of before a step."""
+    """Without backward nothing else does, and the next forward would use old weights."""
     if not torch.is_grad_enabled():
         _reshard(model)
 
 
 def _reshard(model: nn.Module) -> None:
-    """Give back every unit: reshard() of the model is that of the root's unit alone."""
+    """Give back every unit: model.reshard() is for the root alone."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
-    """The blocks below the root, from behind: one inside another comes before it."""
+    """The blocks below the root in reverse: inner ones come before outer ones."""
     _, *below = model.modules()
     blocks = [module for module in below if isinstance(module, block_types)]
     return blocks[::-1]
@@ -154,8 +138,7 @@ def _check_wrap(
     for kind in block_types if isinstance(block_types, tuple) else (block_types,):
         if not _blocks(model, kind):
             raise ValueError(f"{type(model).__name__} has no block of class {kind.__name__}")
-    # What is gathered is no DTensor, and a module may have been sharded in another way.
-    if any(isinstance(x, (FSDPModule, DTensor)) for x in [*model.modules(), *model.parameters()]):
+    if isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is sharded already")
     owner: dict[nn.Parameter, nn.Module] = {}
     for unit in [*_blocks(model, block_types), model]:
@@ -166,7 +149,7 @@ def _check_wrap(
 
 
 def _own_parameters(module: nn.Module, block_types: BlockTypes) -> Iterator[nn.Parameter]:
-    """Those that are in no block inside, by every path: a module may stand at two places."""
+    """Those of a unit: what is inside its inner blocks is theirs."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, block_types):
@@ -177,7 +160,7 @@ def _own_parameters(module: nn.Module, block_types: BlockTypes) -> Iterator[nn.P
 
 
 class StepResult(NamedTuple):
-    """The same on every rank: plain float32 scalars, no DTensors, without a graph."""
+    """The same on every rank: float32 scalars, no DTensors, no graph."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -194,39 +177,36 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on the mean loss over the samples of all ranks' micro-batches.
 
-        loss       every sample counts once: ranks and micro-batches may have different numbers
-        gradients  of this step alone, clipped; they stay afterwards
+        loss       every sample counts once; ranks and micro-batches may have different numbers
+        gradients  of this step alone, clipped; they stay after the step
         grad_norm  2-norm over all shards of all ranks, before clipping
-        max_norm   above it, scales gradients by max_norm / grad_norm, or torch's factor
+        max_norm   gradients with a larger norm are clipped to it, as clip_grad_norm_ does
         memory     a rank holds shards of gradients, and activations of one micro-batch at a time
 
         >>> result = train_step(model, [(x, y), (u, v)], mse, optimizer, max_norm=1.0)
 
     Args:
-        model: wrapped by `wrap`; from inputs to one output tensor.
-        micro_batches: this rank's pairs, as many as others have.
-        optimizer: what `wrap` has returned.
+        model: wrapped by `wrap`; it returns one tensor.
+        micro_batches: this rank's.
+        optimizer: what `wrap` returned.
 
     Raises:
-        another sync; a max_norm that is not positive; a model whose root is not sharded.
+        another sync; a max_norm that is not positive.
 
     Details:
-        1. With sync="last" only the last micro-batch reduces: a rank holds one set of whole
-           gradients until then. Every unit runs in each micro-batch.
-        2. A sample counts once, however many tokens it has. No micro-batch is empty.
-        3. Micro-batches are accumulated in float32 in bfloat16 training too.
-        4. Only the ranks of the model's mesh count.
-        5. Each micro-batch gathers and reduces as a step of `wrap` does. With P parameter tensors
-           a rank sends at most 64 + 4 P bytes in any other call.
-        6. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
+        1. With sync="last" only the last micro-batch reduces; until then a rank holds one set of
+           whole gradients.
+        2. In bfloat16 training, too, micro-batches accumulate in float32.
+        3. Each micro-batch gathers and reduces as a step of `wrap` does. Any other call sends at
+           most 64 bytes plus 4 for each parameter tensor.
+        4. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
     """
     if sync not in ("each", "last"):
         raise ValueError(f"sync must be 'each' or 'last', not {sync!r}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
-    if not isinstance(model, FSDPModule):
-        raise ValueError(f"{type(model).__name__} is not sharded")
-    # The ranks that share the model, which need not be all. The optimizer always has DTensors;
+    assert isinstance(model, FSDPModule)
+    # The ranks that share the model may be fewer than all. The optimizer always has DTensors;
     # what the model has may be gathered.
     mesh = next(p.device_mesh for group in optimizer.param_groups for p in group["params"])
     samples = _samples_of_all(mesh, micro_batches)
@@ -236,7 +216,7 @@ def train_step(
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
         model.set_requires_gradient_sync(sync == "each" or number == len(micro_batches))
         share = loss_fn(model(inputs), targets).float() * (len(inputs) / samples)
-        # Reductions divide by the ranks, but what counts is the mean over samples.
+        # Reductions divide by the number of ranks; undo that.
         (share * mesh.size()).backward()
         shares.append(share.detach())
 
@@ -247,13 +227,13 @@ def train_step(
     loss = torch.stack(shares).sum()
     dist.all_reduce(loss, group=mesh.get_group())
     if isinstance(grad_norm, DTensor):
-        # Plain, because a DTensor may be a collective to look at, on every rank or on none.
+        # To read a DTensor is a collective call, which every rank would have to make.
         grad_norm = grad_norm.full_tensor()
     return StepResult(loss, grad_norm)
 
 
 def _samples_of_all(mesh: DeviceMesh, micro_batches: Sequence[Batch]) -> int:
-    """The samples of all ranks; where they have not equally many micro-batches, all raise."""
+    """The number of samples on all ranks; where numbers of micro-batches differ, all raise."""
     samples = sum(len(inputs) for inputs, _ in micro_batches)
     mine = torch.tensor([len(micro_batches), samples], device=mesh.device_type)
     every = [torch.empty_like(mine) for _ in range(mesh.size())]
@@ -261,6 +241,6 @@ def _samples_of_all(mesh: DeviceMesh, micro_batches: Sequence[Batch]) -> int:
     counts, samples_of_each = torch.stack(every).T
     if (counts != counts[0]).any() or counts[0] == 0:
         raise ValueError(
-            f"ranks need equally many micro-batches, one at least, not {counts.tolist()}"
+            f"every rank needs the same number of micro-batches, not {counts.tolist()}"
         )
     return int(samples_of_each.sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint as recompute
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (samples, ...)
 LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to the mean over their samples
@@ -46,9 +45,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, block_types: BlockTypes, dtype: t
         raise ValueError(f"the mesh must have one dimension, not {mesh.ndim}: {mesh}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, not {dtype}")
-    if any(isinstance(m, FSDPModule) for m in model.modules()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    ):
+    if isinstance(model, FSDPModule):
         raise ValueError(f"the model is sharded already: {type(model).__name__}")
     blocks = [module for module in model.modules() if module is not model]
     for cls in block_types if isinstance(block_types, tuple) else (block_types,):
@@ -84,21 +81,13 @@ def _shard(
         unit = block
         if checkpoint and block not in nested:
             # Inside of FSDP's hooks: the block runs again on what backward has gathered.
-            unit = checkpoint_wrapper(block, checkpoint_fn=_run)
+            unit = checkpoint_wrapper(block)  # passes keywords on
             unit.training = block.training
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, unit)
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-        if block in nested:
-            # It and the block around it are whole: no prefetch of a third one.
-            block.set_modules_to_backward_prefetch([block])
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
     model.register_forward_hook(_after_forward)
-
-
-def _run(_block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    again = lambda named, *inputs: _block(*inputs, **named)  # noqa: E731
-    return recompute(again, kwargs, *args, use_reentrant=False)
 
 
 def _after_forward(model: nn.Module, *_: object) -> None:
@@ -136,8 +125,6 @@ def train_step(
         raise ValueError(f'sync must be "each" or "last", not {sync!r}')
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
-    if not isinstance(model, FSDPModule):
-        raise ValueError(f"the model is not wrapped: {type(model).__name__}")
     shards = _shards(model).values()
     mesh = next(iter(shards)).device_mesh
     group, ranks, device = mesh.get_group(), mesh.size(), mesh.device_type

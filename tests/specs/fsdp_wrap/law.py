@@ -1,9 +1,9 @@
-"""The law: what ranks train is what one process trains, in every scenario of a sentence.
+"""The law: ranks train what one process trains, in every scenario of a group.
 
     hold(answer, world, "gradients", cause="...")
 
-Each rank compares with one process on its own device, and computes what likely mistakes would give:
-where the answer gives just that, the mistake is the cause.
+Each rank compares with one process on its own device. It also computes what likely mistakes would
+give; if the answer gives the same, that mistake is named as the cause.
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ from torch import Tensor
 from kit.laws.checks import SpecFailure, check_close, check_equal, fail, in_scenario
 from kit.ranks.world import World
 from specs.fsdp_wrap.cases import GROUPS
-from specs.fsdp_wrap.play import Alone, Trace, alone, length, seen, vector
+from specs.fsdp_wrap.play import Alone, Trace, alone, seen, vector
 
-# bfloat16 has 8 bits, 1 / 256 in each number: of 150 seeds the worst came to 2.7 % of the gradient.
+# bfloat16 has 8 bits, 1 / 256 in each number; the worst of 150 seeds was 2.7 % of the gradient.
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
-# What is right, and what each of some mistakes makes of it.
+# The right value, and the value that each likely mistake gives.
 Guesses = tuple[Tensor, dict[str, Tensor]]
 
-# What is observed of train_step under the name of a law of its contract.
+# Laws of train_step whose names are those of observables.
 LAWS = ("loss", "gradients", "grad_norm")
 
 CAUSES = {
     "names": "a wrapper stands between a module and its parameters",
-    "dtype of the output": "what the model returns is left in bfloat16, so a loss has 8 bits; or "
-    "it is cast where dtype is float32",
-    "kind of": "a DTensor, a number of Python, a tensor that keeps its graph, or one of "
-    "inference_mode is returned",
-    "dtype of shards": "the model itself is cast, or what is frozen in it: a shard has 8 bits",
-    "weights": "the step is not made with the gradients that are there after it",
-    "steps of": "a step of the optimizer is left out, or made too often",
+    "dtype of the output": "the model's output is left in bfloat16, so a loss has 8 bits; or it is "
+    "cast although dtype is float32",
+    "kind of": "a DTensor, a Python number, or a tensor with a graph is returned",
+    "dtype of shards": "the model itself is cast, or its frozen part: a shard has 8 bits",
+    "weights": "the step does not use the gradients that are there after it",
+    "steps of": "optimizer.step() is not called, or too often",
     "grad_norm": "it is not over all shards of all ranks, or it is the norm after clipping, or "
     "max_norm itself",
 }
 
 
 def hold(answer: Any, world: World, group: str, *, cause: str) -> None:
-    """Fail unless every rank has seen what one process has, in all scenarios of the group."""
+    """Fail unless every rank trains as one process, in all scenarios of the group."""
     __tracebackhide__ = True
     world.run(answer, _holds, group, cause)
 
@@ -63,7 +62,7 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
         except Exception:
             if not any(found.values()):
                 raise
-            break  # what has been seen before says more
+            break  # the earlier difference says more
     broken = [name for name in found if found[name]]
     if broken:
         name, (observable, got) = broken[0], found[broken[0]] or ("", None)
@@ -79,17 +78,17 @@ def _holds(answer: Any, rank: int, group: str, cause: str) -> None:
 
 
 def first(got: Trace, one: Alone) -> tuple[str, Any] | None:
-    """The first thing that is not as it should be, and what it is."""
+    """The first observable that is wrong, and its value."""
     wrong = (name for name in [*one.trace, *got] if not _is_right(name, got, one))
     name = next(wrong, None)
     return None if name is None else (name, got.get(name))
 
 
 def _is_right(name: str, got: Trace, one: Alone) -> bool:
-    """Whether what is seen under a name is as it should be."""
+    """Whether this observable is right."""
     mine, true = got.get(name), one.trace.get(name)
     near = NEAR[one.case.wrap.get("dtype", torch.float32)]
-    if name == "weights" and near > 0.01:  # how far they have come
+    if name == "weights" and near > 0.01:  # compare how far they moved
         mine, true = ({n: w - one.start[n] for n, w in v.items()} for v in (mine, true))
     return _alike(mine, true, near)
 
@@ -119,7 +118,7 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
     law, _, step = observable.partition(" of ")
     if one.contributions and law in LAWS and step == one.first:
         suspects = beliefs(one, law)
-    if law == "gradients" and isinstance(got, dict):  # a belief explains all of them, or none
+    if law == "gradients" and isinstance(got, dict):  # a mistake explains all of them, or none
         mine = vector(got, one.parameters)
         near = {b: torch.allclose(mine, v, rtol=1e-3, atol=1e-6) for b, v in suspects.items()}
         suspects = {belief: mine for belief in near if near[belief]}
@@ -133,13 +132,11 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         check_close(got, want, what, cause=likely, rtol=1e-4, atol=1e-6, suspects=suspects)
     if want is None or isinstance(want, Tensor):
-        missing = "they are never reduced, or cleared before the step has used them"
+        missing = "they are never reduced, or cleared before the step uses them"
         if _is_right("weights", trace, one):
-            missing = "the step has used them, and they are cleared after it"
+            missing = "the step uses them, and then they are cleared"
         if "by hand" in observable:
             missing = cause
-        if isinstance(got, Tensor) and not got.any():
-            likely = "zeros are there, where there should be no gradient"
         fail(
             expected=f"{what}: {'none' if want is None else 'there'}",
             got="none" if got is None else "there is one",
@@ -149,17 +146,14 @@ def _fail(one: Alone, observable: str, got: Any, cause: str, trace: Trace) -> No
 
 
 def _of_runs(got: dict[str, int], want: dict[str, int]) -> str:
-    """What it means that blocks run too often, or not often enough."""
+    """Why blocks run too often, or not often enough."""
     if all(got[name] <= want[name] for name in want):
-        return "checkpoint=True is not followed here, or not for the outermost block"
-    return (
-        "a block inside a checkpointed block is checkpointed itself, so it runs once too often; or "
-        "the model does"
-    )
+        return "checkpoint=True is ignored here, or the outermost block is not checkpointed"
+    return "an inner block, or the model, is checkpointed too, so blocks run once too often"
 
 
 def beliefs(one: Alone, law: str) -> dict[str, Tensor]:
-    """What likely mistakes make of what a law speaks of, where that is wrong."""
+    """What each likely mistake gives for a law, if it differs from the right value."""
     if law == "grad_norm":
         want, found = norms(one)
     elif law == "gradients" and "max_norm" in one.case.step:
@@ -173,15 +167,14 @@ def beliefs(one: Alone, law: str) -> dict[str, Tensor]:
 
 
 def shares(one: Alone, law: str) -> Guesses:
-    """What likely mistakes make of the first step's loss or gradients."""
+    """The first step's loss or gradients, right and with each likely mistake."""
     parts = one.contributions
     total, ranks = sum(part[2] for part in parts), len(one.members)
     of_rank = {r: sum(p[2] for p in parts if p[0] == r) for r in one.members}
     last = {r: max(p[1] for p in parts if p[0] == r) for r in one.members}
-    tokens = {p[:2]: p[2] * (length(*p[:2]) if one.case.lengths else 1) for p in parts}
-    # By rank, number and samples of a micro-batch: how much it counts.
+    # The weight of a micro-batch, by its rank, number and samples.
     weights: dict[str, Callable[[int, int, int], float]] = {
-        "the reduction divides by the ranks, and that is not multiplied away": lambda r, m, n: (
+        "FSDP divides by the number of ranks, and that is not undone": lambda r, m, n: (
             n / total / ranks
         ),
         "it is multiplied by the number of ranks once too often": lambda r, m, n: n / total * ranks,
@@ -192,7 +185,6 @@ def shares(one: Alone, law: str) -> Guesses:
         "it is this rank's share only": lambda r, m, n: (r == one.rank) * n / total,
         "it is of the last micro-batches only": lambda r, m, n: (m == last[r]) * n / total,
         "it is of all but the last micro-batches": lambda r, m, n: (m != last[r]) * n / total,
-        "tokens are counted, and not samples": lambda r, m, n: tokens[r, m] / sum(tokens.values()),
     }
 
     def weighted(counts: Callable[[int, int, int], float]) -> Tensor:
@@ -205,26 +197,26 @@ def shares(one: Alone, law: str) -> Guesses:
 
 
 def clipped(one: Alone) -> Guesses:
-    """What likely mistakes make of the first step's gradients, where its norm is right."""
+    """The first step's clipped gradients, right and with each likely mistake."""
     limit, parameters = one.case.step["max_norm"], one.parameters
     grads, distinct = whole(one)
     total = norm(distinct.values())
     each = {name: grad * (limit / grad.norm()).clamp(max=1) for name, grad in grads.items()}
     found = {
-        "they are not scaled in place: copies of them are, or nothing is": vector(
-            grads, parameters
-        ),
-        "they are scaled to max_norm also where the norm is not above it": vector(
+        "they are not clipped in place: copies are, or nothing is": vector(grads, parameters),
+        "they are scaled to max_norm although the norm is below it": vector(
             {name: grad * limit / total for name, grad in grads.items()}, parameters
         ),
-        "each parameter's is clipped by its own norm, not by that of all": vector(each, parameters),
+        "each gradient is clipped by its own norm, not by the norm of all": vector(
+            each, parameters
+        ),
     }
     want = vector(one.trace[f"gradients of {one.first}"], parameters)
     return want, found
 
 
 def whole(one: Alone) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
-    """The gradients that there are before clipping: by each name, and by parameter."""
+    """The gradients before clipping: by name, and by parameter."""
     there = {name: grad for name, grad in one.whole.items() if grad is not None}
     return there, {p: there[name] for name, p in one.parameters if name in there}
 
@@ -234,18 +226,18 @@ def norm(grads: Iterable[Tensor]) -> Tensor:
 
 
 def norms(one: Alone) -> Guesses:
-    """What likely mistakes make of the first step's norm."""
+    """The first step's norm, right and with each likely mistake."""
     there, distinct = whole(one)
     groups = one.optimizer.param_groups[0]["params"]
     ranks, place = len(one.members), one.members.index(one.rank)
     want = norm(distinct.values())
     found = {
-        "it is not over all shards of all ranks, but over this rank's": norm(
+        "it is over this rank's shards only": norm(
             torch.cat((*g.chunk(ranks)[place : place + 1], g[:0])) for g in distinct.values()
         ),
         "it is the norm after clipping": want.clamp(max=one.case.step.get("max_norm", math.inf)),
-        "a tied parameter is counted under each of its names": norm(there.values()),
-        "it is over one group of the optimizer's parameters only": norm(
+        "a tied parameter is counted once for each of its names": norm(there.values()),
+        "it is over the optimizer's first parameter group only": norm(
             g for p, g in distinct.items() if any(p is held for held in groups)
         ),
     }

@@ -1,4 +1,4 @@
-"""The script of a case, played by an answer on every rank, and by one process."""
+"""The script of a case, run by an answer on every rank, and by one process."""
 
 from __future__ import annotations
 
@@ -13,30 +13,24 @@ from torch.optim import Optimizer
 from kit.laws import draw
 from kit.laws.checks import SpecFailure, in_scenario
 from kit.laws.toys import mse
-from kit.private_torch import tree_leaves
 from kit.ranks.rank import device
 from kit.ranks.shards import gradients_of, mesh, meshes, named, weights
 from kit.ranks.toys import FEATURES, OUTPUTS, Batch
 from specs.fsdp_wrap.cases import CASES, EQUAL, PLANS, Case
 
-Trace = dict[str, Any]  # what was seen, by name, one thing after another
-
-
-def length(rank: int, micro: int) -> int:
-    """How many tokens a sample of this micro-batch has, where that differs."""
-    return (2, 7, 5, 1)[(rank + 2 * micro) % 4]
+Trace = dict[str, Any]  # what was seen, by name, in order
 
 
 def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
-    """A rank's micro-batches for one thing of a script; no two have the same data."""
+    """A rank's micro-batches for one entry of a script; no two have the same data."""
     event, plans = case.script[number], PLANS[size]
     plan = EQUAL if event == "plain" else plans[number % len(plans)]
     generator = draw.generator(10 * number + rank)
     found = []
     for micro, count in enumerate(plan[rank]):
-        shape = (count, length(rank, micro)) if case.lengths else (count,)
+        shape = (count, 4) if case.tokens else (count,)
         inputs = draw.randn(*shape, FEATURES, generator=generator) + micro / 2
-        if case.lengths:
+        if case.tokens:
             inputs = draw.randint(11, shape, "cpu", generator)
         targets = draw.randn(*shape, OUTPUTS, generator=generator) - micro / 2
         found.append((inputs.to(device()), targets.to(device())))
@@ -44,7 +38,7 @@ def batches(case: Case, number: int, rank: int, size: int) -> list[Batch]:
 
 
 class Play:
-    """One script, played by whoever trains: an answer on all ranks, or one process."""
+    """One script; a subclass trains, with an answer on all ranks or in one process."""
 
     optimizer: Optimizer
 
@@ -55,7 +49,7 @@ class Play:
             half = size // 2
             self.members = [r for r in self.members if r // half == rank // half]
         self.model, self.types = case.shape()
-        self.model.to(device()).train(case.train)
+        self.model.to(device())
         self.start = weights(self.model)
         self.runs: dict[str, int] = {}
         self.trace: Trace = {}
@@ -64,7 +58,7 @@ class Play:
                 self._watch(name or "the model", block)
 
     def _watch(self, name: str, block: nn.Module) -> None:
-        """By the modules in it that have none inside, and are in no block inside."""
+        """Watch the layers of a unit: modules without children that are in no inner block."""
         inside = [m for m in block.modules() if m is not block and isinstance(m, self.types)]
         taken = {m for b in inside for m in b.modules()}
         first, *later = [m for m in block.modules() if not [*m.children()] and m not in taken]
@@ -76,17 +70,17 @@ class Play:
         self.runs[name] = self.runs.get(name, 0) + times
 
     def _gets(self, unit: str, is_first: bool, module: nn.Module, args: Any) -> None:
-        """Fail where an input is of another dtype: torch would only say that dtypes do not fit."""
-        dtype, clause = self.case.wrap.get("dtype", torch.float32), ""
+        """Fail where an input has another dtype: torch would not say which unit is to blame."""
+        dtype = self.case.wrap.get("dtype", torch.float32)
         if not args[0].is_floating_point() or args[0].dtype == dtype:
             return
-        cause = "it has come into the unit so, and the unit has not cast it"
+        cause = "the unit got it with this dtype, and has not cast it"
         if any(p.dtype != dtype for p in module.parameters()):
-            cause = "so are its parameters: dtype is forgotten in this mode, or autocast casts"
+            cause = "its parameters have another dtype too: dtype is ignored, or autocast casts"
         elif not is_first:
-            cause, clause = "a block has returned it so: output_dtype decides", "bfloat16"
+            cause = "a block has returned it with this dtype: see output_dtype"
         expected = f"{dtype} into each layer of {unit}"
-        raise SpecFailure(expected, str(args[0].dtype), cause, sure=True, clause=clause)
+        raise SpecFailure(expected, str(args[0].dtype), cause, sure=True)
 
     def play(self) -> Trace:
         steps: list[object] = []
@@ -104,11 +98,8 @@ class Play:
         self.trace["weights"] = weights(self.model)
         return self.trace
 
-    def train(self, *_: Any) -> None:
-        self.model.train()
-
     def note(self, label: str, parameters: Any, loss: Any = None, norm: Any = None) -> None:
-        """Norms come first where they decide what becomes of the gradients."""
+        """With max_norm the norm comes first: a wrong norm explains wrong gradients."""
         found = {"loss": loss, "gradients": gradients_of(parameters), "grad_norm": norm}
         for key in ("loss", "grad_norm", "gradients") if "max_norm" in self.case.step else found:
             if found.get(key) is not None:
@@ -116,9 +107,9 @@ class Play:
 
 
 class Alone(Play):
-    """What an answer is compared with: one process, which has the micro-batches of all ranks.
+    """What an answer is compared with: one process that has the micro-batches of all ranks.
 
-    contributions: of the first step, for each micro-batch: rank, number, samples, loss, gradients
+    contributions: of the first step; for each micro-batch: rank, number, samples, loss, gradients
     whole: the gradients of the first step before clipping
     """
 
@@ -132,16 +123,16 @@ class Alone(Play):
         self.whole: dict[str, Tensor | None] = {}
 
     def _watch(self, name: str, block: nn.Module) -> None:
-        """With a checkpoint a block runs once more, if there is a backward through it; no model."""
+        """With a checkpoint a block runs again, if backward goes through it; the root does not."""
 
-        def ran(module: nn.Module, args: Any, output: Any) -> None:
-            again = block is not self.model and any(x.requires_grad for x in tree_leaves(output))
+        def ran(module: nn.Module, args: Any, output: Tensor) -> None:
+            again = block is not self.model and output.requires_grad
             self._ran(name, 1 + (again and self.case.wrap.get("checkpoint", False)))
 
         block.register_forward_hook(ran)
 
     def _passes(self, number: int) -> float:
-        """The gradients of a mean over samples; and the mean."""
+        """Make the gradients of the mean over samples, and return the mean."""
         all_of = {r: batches(self.case, number, r, self.size) for r in self.members}
         total = sum(len(x) for window in all_of.values() for x, _ in window)
         mean, mine = 0.0, dict[str, int]()
@@ -189,7 +180,7 @@ class Alone(Play):
         self.optimizer.step()
 
     def stale(self, *_: Any) -> None:
-        """Nothing is to be seen of it."""
+        """They must not matter."""
 
 
 class _Answer(Play):
@@ -228,12 +219,12 @@ class _Answer(Play):
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
-    more = " with a graph" * value.requires_grad + " of inference_mode" * value.is_inference()
-    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}{more}"
+    graph = " with a graph" * value.requires_grad
+    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}{graph}"
 
 
 def seen(answer: Any, rank: int, name: str) -> Trace:
-    """What is seen of an answer; an error says in which scenario it was raised."""
+    """The trace of an answer; an error says in which scenario it was raised."""
     try:
         return _Answer(answer, CASES[name], rank, dist.get_world_size()).play()
     except BaseException as error:
@@ -241,7 +232,7 @@ def seen(answer: Any, rank: int, name: str) -> Trace:
 
 
 def vector(gradients: Any, parameters: Any) -> Tensor:
-    """All gradients as one vector; what has none has zeros."""
+    """All gradients as one vector, with zeros for those that are None."""
     parts = []
     for name, p in parameters:
         grad = gradients.get(name)
@@ -251,7 +242,7 @@ def vector(gradients: Any, parameters: Any) -> Tensor:
 
 @functools.cache
 def alone(name: str, rank: int, size: int) -> Alone:
-    """The script as one process plays it, once for all answers."""
+    """The script run by one process, once for all answers."""
     found = Alone(CASES[name], rank, size)
     found.play()
     return found

@@ -1,4 +1,4 @@
-"""What runs on every rank beside the scripts of cases: wrap alone, and steps that are refused."""
+"""Programs that run on every rank: wrap alone, accumulation, and calls that are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.toys import mse
 from kit.ranks.rank import device
-from kit.ranks.shapes import SHAPES
+from kit.ranks.shapes import frozen
 from kit.ranks.shards import check_untouched, full, gradients, local_state, mesh, weights
 from kit.ranks.toys import Batch, Block, data, make
 from specs.fsdp_wrap.cases import Still, momentum
@@ -18,28 +18,24 @@ from specs.fsdp_wrap.shapes import Weigh
 
 
 def keeps_values(answer: Any, rank: int) -> None:
-    """On a real rank: weights, dtypes, flags and names right after wrap, in either dtype."""
+    """Weights, buffers, dtypes, flags and names right after wrap, in either dtype."""
     for dtype in (torch.float32, torch.bfloat16):
-        for name in ("odd sizes", "frozen", "nested"):
-            model, kinds = SHAPES[name]()
-            block = next(module for module in model.modules() if isinstance(module, kinds))
-            model.register_buffer("third", torch.tensor(1 / 3))
-            block.register_buffer("unsaved", torch.tensor(1 / 3), persistent=False)
-            trained = [p.requires_grad for p in model.parameters()]
-            want = weights(model) | full(dict(model.named_buffers()))
-            model.to(device()).eval()
-            block.train()
-            answer.wrap(model, mesh(), kinds, momentum, dtype=dtype)
-            what = f"of the model {name} after wrap with {dtype}"
-            cause = "the values, or their digits, or their dtype, get lost, or names change"
-            got = weights(model) | full(dict(model.named_buffers()))
-            check_equal(got, want, f"values {what}", cause=cause)
-            cause = "requires_grad is what the caller has set"
-            check_equal([p.requires_grad for p in model.parameters()], trained, what, cause=cause)
+        model, kinds = frozen()
+        model.blocks[0].register_buffer("third", torch.tensor(1 / 3))
+        trained = [p.requires_grad for p in model.parameters()]
+        want = weights(model) | full(dict(model.named_buffers()))
+        model.to(device()).eval()
+        answer.wrap(model, mesh(), kinds, momentum, dtype=dtype)
+        got = weights(model) | full(dict(model.named_buffers()))
+        cause = "values are lost or rounded, or names change"
+        check_equal(got, want, f"values after wrap with {dtype}", cause=cause)
+        flags = [p.requires_grad for p in model.parameters()]
+        cause = "requires_grad is the caller's to set"
+        check_equal(flags, trained, f"requires_grad after wrap with {dtype}", cause=cause)
 
 
 def accumulates(answer: Any, rank: int) -> None:
-    """The gradient of micro-batches that weigh 512, 1, 1, ... in bfloat16 training."""
+    """The gradient of micro-batches of 512, 1, 1, ... in bfloat16 training."""
     for sync in ("each", "last"):
         model = Weigh(Weigh()).to(device())  # one in the root, one in a block
         optimizer = answer.wrap(model, mesh(), Weigh, Still, dtype=torch.bfloat16)
@@ -58,7 +54,7 @@ def window(rank: int, count: int) -> list[Batch]:
 
 
 def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
-    """It ends there: a call more would meet that of a rank that waits, and hide that it does."""
+    """Nothing follows: one more collective call could match that of a rank that waits."""
     model = make().to(device())
     optimizer = answer.wrap(model, mesh(), Block, momentum)
     for p in model.parameters():
@@ -67,34 +63,27 @@ def refuses_counts(answer: Any, rank: int, counts: list[int]) -> None:
     _is_refused(
         lambda: answer.train_step(model, window(rank, counts[rank]), mse, optimizer),
         (model, optimizer),
-        when=f"on every rank, where the ranks have {counts} micro-batches",
-        cause="ranks without any, or with other numbers than the others, are not seen on every one",
+        when=f"on every rank, with {counts} micro-batches",
+        cause="a rank does not know how many micro-batches the others have",
     )
 
 
 def refuses_arguments(answer: Any, rank: int) -> None:
-    """Options that are not there, norms that are none, and a model that is not sharded."""
-    model, plain = make().to(device()), make().to(device())
-    wrapped = model, answer.wrap(model, mesh(), Block, momentum)
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (wrapped, {"sync": "first"}, "first"),
-        *((wrapped, {"max_norm": x}, str(x)) for x in (0.0, -0.001, float("nan"))),
-        ((plain, momentum(plain.parameters())), {}, ""),
-    ]
-    for state, options, word in cases:
-        model, optimizer = state
-        shown = "".join(f"{k}={v!r}" for k, v in options.items())
+    model = make().to(device())
+    optimizer = answer.wrap(model, mesh(), Block, momentum)
+    for name, value in [("sync", "first"), ("max_norm", 0.0), ("max_norm", -0.001)]:
+        call = functools.partial(answer.train_step, model, window(rank, 1), mse, optimizer)
         _is_refused(
-            functools.partial(answer.train_step, model, window(rank, 1), mse, optimizer, **options),
-            state,
-            [word],
-            when=f"where {shown or 'the model is not sharded'}",
-            cause=f"{shown} is taken for something else" if shown else "nobody looks whether it is",
+            functools.partial(call, **{name: value}),
+            (model, optimizer),
+            [str(value)],
+            when=f"with {name}={value!r}",
+            cause=f"{name}={value!r} is not checked",
         )
 
 
 def _is_refused(call: Any, state: Any, words: Any = (), *, when: str, cause: str) -> None:
     before = local_state(*state)
     check_raises(call, ValueError, mentions=words, when=when, cause=cause)
-    cause = "the work has begun before everything was checked, on every rank"
+    cause = "the step has begun before everything was checked"
     check_untouched(before, *state, call="the refused call", cause=cause, clause=ERRORS)

@@ -1,4 +1,4 @@
-"""Models that weigh their inputs, or are hardly padded."""
+"""Models whose bytes are easy to count, and some that are hard to train."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from kit.laws import draw
-from kit.ranks.shapes import SHAPES, Shape, made
+from kit.ranks.shapes import Shape, made
 from kit.ranks.toys import FEATURES, OUTPUTS, WIDTH, Block, make
 
 
 class Tall(nn.Module):
-    """x + down^T relu(up x), with many more rows than ranks in both: hardly anything is padded."""
+    """x + down^T relu(up x); both have many more rows than there are ranks, so little padding."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ narrow, one_block = made(width=NARROW, blocks=3), made(width=NARROW, blocks=1)
 
 
 def tall() -> Shape:
-    """Six blocks of 65,488 numbers, 256 KiB each; 4,093 rows are 3 less than 8 x 512, 64 x 64 and
-    1,024 x 4. What is first runs last.
+    """Six blocks of 65,488 numbers, 256 KiB each; 4,093 rows are 3 less than 8 x 512 and 64 x 64.
+    The first module runs last.
     """
     draw.seed(4)
     blocks = [Tall(ROWS, COLUMNS) for _ in range(TALL_BLOCKS)]
@@ -48,8 +48,8 @@ def tall() -> Shape:
 
 
 def wide() -> Shape:
-    """Three blocks of 22,815 numbers, 89 KiB each. On 64 ranks and more there are ranks without
-    rows of some parameters, and much padding.
+    """Three blocks of 22,815 numbers, 89 KiB each. On 64 ranks some ranks have no rows of some
+    parameters, and there is much padding.
     """
     return make(WIDE, WIDE_BLOCKS), Block
 
@@ -61,31 +61,8 @@ def classes() -> Shape:
     return model, Block
 
 
-def detached() -> Shape:
-    """A block whose output has no graph: it and what is before it run, and get no gradients."""
-    model = make(blocks=2)
-    model.blocks[0].register_forward_hook(lambda module, args, output: output.detach())
-    return model, Block
-
-
-def silent() -> Shape:
-    """All gradients are 0."""
-    model = make(blocks=2)
-    model.scale.zero_()
-    return model, Block
-
-
-def dropping_by_keyword() -> Shape:
-    """Blocks with dropout, which take their tensors by keyword."""
-    model, kinds = SHAPES["keywords and tuples"]()
-    for block in model.modules():
-        if isinstance(block, kinds):
-            block.drop = 0.4
-    return model, kinds
-
-
 class Weigh(nn.Module):
-    """x * weight, and what blocks inside make of x: the gradient of each weight is the sum of x."""
+    """x * weight + the blocks inside of x: the gradient of each weight is the sum of x."""
 
     def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
@@ -96,36 +73,21 @@ class Weigh(nn.Module):
         return sum((block(x) for block in self.inside), x * self.weight)
 
 
-class Ending(Block):
-    """A block that ends in float32, as norms do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
-
-
-def ending() -> Shape:
-    model = make(blocks=0)
-    model.blocks.extend(Ending(WIDTH) for _ in range(2))
-    return model, Block
-
-
 def slim() -> Shape:
-    """Each parameter has one row; what comes out stands for all outputs."""
+    """Each parameter has one row; the one output is compared with all targets."""
     draw.seed(4)
-    return nn.Sequential(nn.Linear(FEATURES, 1), nn.Sequential(nn.Linear(1, 1))), nn.Sequential
+    return nn.Sequential(nn.Linear(FEATURES, 1), nn.Tanh(), nn.Linear(1, 1)), nn.Linear
 
 
 class Placed(Block):
-    """A block that is told in a dict what to add to its input."""
+    """A block that takes by keyword what it adds to its input."""
 
-    def forward(self, x: Tensor, *, more: dict[str, Tensor]) -> Tensor:
-        return super().forward(x + more["places"])
+    def forward(self, x: Tensor, *, places: Tensor) -> Tensor:
+        return super().forward(x + places)
 
 
 class Tabled(nn.Module):
-    """From tokens, by a float32 buffer, as a table of places is: what blocks get is float32. A dict
-    may have a mask.
-    """
+    """From tokens (samples, length); a float32 buffer makes all inputs of blocks float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,11 +96,11 @@ class Tabled(nn.Module):
         self.blocks = nn.ModuleList(Placed(WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, OUTPUTS)
 
-    def forward(self, tokens: Tensor, *, more: dict[str, Tensor] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x * self.table, more={"places": x * self.table})
-        out: Tensor = self.head(x * more["mask"] if more else x)
+            x = block(x * self.table, places=x * self.table)
+        out: Tensor = self.head(x)
         return out
 
 

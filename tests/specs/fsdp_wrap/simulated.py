@@ -1,4 +1,4 @@
-"""One rank of many in this process: what a step holds and calls, by hand or by train_step."""
+"""One rank of many, simulated in this process: what a step holds and calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kit.laws.toys import mse
 from kit.memory.account import Account, account
 from kit.memory.ruler import bytes_of, measure
 from kit.ranks.collectives import Collective, collectives
-from kit.ranks.shapes import Shape, nested
+from kit.ranks.shapes import Shape
 from kit.ranks.shards import part, rounded, shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from kit.ranks.toys import data
@@ -54,10 +54,9 @@ def books(
     script: Sequence[str] = BY_HAND,
     samples: tuple[int, ...] = (SAMPLES,),
     sync: str = "each",
-    train: bool = True,
     **options: Any,
 ) -> Books:
-    """Of the last thing of a script, on `rank` of `ranks`; those before make what stays.
+    """Of the last entry of a script, on `rank` of `ranks`; the entries before make what stays.
 
     by hand  a forward and a backward
     adam     the same, and a step of AdamW
@@ -66,7 +65,7 @@ def books(
     """
     with simulated_world(ranks, device, rank=rank) as mesh:
         model, kinds = shape()
-        model.to(device).train(train)
+        model.to(device)
         optimizer = answer.wrap(model, mesh, kinds, adamw if "adam" in script else Still, **options)
         window = [(x.to(device), y.to(device)) for x, y in data(samples, seed=0)]
         if sync == "last":
@@ -96,16 +95,15 @@ def books(
 
 
 def loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Of many classes a sum, whose gradient takes no memory."""
+    """For many classes a sum, as its gradient takes no memory."""
     return output.sum(1).mean() if output.shape[-1] == CLASSES else mse(output, targets)
 
 
 def left_by_wrap(answer: Any, device: torch.device) -> int:
-    """Bytes of `wide` that live on when rank 0 of 8 has wrapped it."""
+    """Bytes of `wide` that are still alive after rank 0 of 8 has wrapped it."""
     held: list[Any] = []
     with simulated_world(8, device) as mesh:
         model, kinds = wide()
-        model.again = model.embed  # so its weight has two names
         model.to(device)
         before = bytes_of(model)
         wrap = functools.partial(answer.wrap, model, mesh, kinds, torch.optim.Adagrad)
@@ -115,10 +113,10 @@ def left_by_wrap(answer: Any, device: torch.device) -> int:
 def planned(
     shape: MakeShape, ranks: int, options: dict[str, Any], reductions: int = 1, passes: int = 1
 ) -> Counter[Collective]:
-    """A rank sends its part of a unit to gather it, in each pass, padding included, and its whole
-    gradients to reduce them: ranks times as much. What is frozen has none.
+    """A gather sends a rank's part of a unit, padding included; a reduction sends the unit's whole
+    gradients, `ranks` times as much. Frozen parameters have none.
     """
-    gathers = 1 if options.get("reshard_after_forward") is False or not reductions else 2
+    gathers = 1 if options.get("reshard_after_forward") is False else 2
     dtype = options.get("dtype", torch.float32)
     *blocks, root = units(*shape())
     plan = Counter[Collective]()
@@ -140,18 +138,15 @@ def check_calls(
     device: torch.device,
     what: str,
     shape: MakeShape = wide,
-    script: Sequence[str] = BY_HAND,
-    ranks: int = 8,
     **options: Any,
-) -> Account:
-    """Fail unless a script ends in the calls that follow from its options; what it has held."""
+) -> None:
+    """Fail unless a step on 8 ranks makes the calls that follow from its options."""
     __tracebackhide__ = True
-    memory, got = books(answer, device, ranks, shape=shape, script=script, **options)
-    want = planned(shape, ranks, options, reductions=int(script[-1] != "look"))
+    got = books(answer, device, shape=shape, **options).calls
+    want = planned(shape, 8, options)
     expected = f"{_counted(want)} in {what}, with {show(want - got)}"
     instead = f"{_counted(got)}, with {show(got - want)} instead"
     check(got == want, expected=expected, got=instead, cause=_cause(got, want))
-    return memory
 
 
 def kinds(calls: Counter[Collective]) -> Counter[str]:
@@ -167,23 +162,23 @@ def _cause(got: Counter[Collective], want: Counter[Collective]) -> str:
     gathers, reductions = (
         kinds(got)[kind] - kinds(want)[kind] for kind in ("all_gather", "reduce_scatter")
     )
-    # A block is gathered twice, unless blocks are kept: then nothing tells the root from them.
+    # A block is gathered twice; unless blocks are kept, what is gathered once is the root.
     once = {c for c, n in want.items() if n == 1 and c.kind == "all_gather"}
     roots = once if any(n > 1 for n in want.values()) else set()
     mine, true = (sorted((c.kind, c.numel) for c in calls.elements()) for calls in (got, want))
     if mine == true:
-        return "the units are the right ones: what they gather or reduce has another dtype"
+        return "the units are right, but they gather or reduce in another dtype"
     if reductions < 0:
-        return "there are too few units: a block is no unit of its own"
+        return "there are too few units: a block is no unit"
     if reductions > 0:
         return "there are too many units, or a frozen one is reduced, or reductions are repeated"
     if gathers == 1 and got - want and {*(got - want)} <= roots:
-        return "the root's unit is gathered twice: it is given back after forward, and needed again"
+        return "the root is gathered twice: it is freed after forward, and needed again at once"
     if gathers > 0:
-        return "a unit is given back that is needed again, or is gathered only to be looked at"
+        return "a unit is freed although it is needed again"
     if gathers < 0:
-        return "a block is not given back after forward, or is whole before, or was never sharded"
-    return "the units are others, some with parameters of another; or shards are not by rows"
+        return "a block is not freed after forward, or was never sharded"
+    return "the units hold other parameters, or shards are not by rows"
 
 
 def show(calls: Counter[Collective]) -> str:
@@ -197,8 +192,8 @@ def show(calls: Counter[Collective]) -> str:
 def check_calls_of_steps(
     answer: Any, device: torch.device, ranks: int, shape: MakeShape, **options: Any
 ) -> None:
-    """Fail unless a train_step gathers each unit as a step of wrap does for each micro-batch, and
-    reduces it for each, or once with sync="last"; the rest is little.
+    """Fail unless each micro-batch gathers each unit as a step of wrap does, and reduces it, or
+    only the last one does with sync="last"; or if other calls send more than a few numbers.
     """
     __tracebackhide__ = True
     got = books(answer, device, ranks, shape=shape, script=STEPS, **options).calls
@@ -210,21 +205,20 @@ def check_calls_of_steps(
     lacking, more = want - got, Counter(large)
     is_reduction = "reduce_scatter" in kinds(lacking + more)
     if is_reduction and more:
-        cause = "micro-batches whose gradients are not wanted yet are reduced"
+        cause = "a micro-batch reduces that should not"
     elif is_reduction:
-        cause = "a backward pass that should reduce gradients does not"
+        cause = "a micro-batch that should reduce does not"
     elif lacking:
-        cause = "a unit, that of the root perhaps, stays gathered for the next micro-batch"
+        cause = "a unit, perhaps the root, stays gathered for the next micro-batch"
     else:
-        cause = "a unit is gathered once too often; or gradients are sent, or more numbers than a "
-        cause += "norm needs"
+        cause = "a unit is gathered once too often; or gradients are sent for the norm"
     if lacking or more:
         raise SpecFailure(
-            f"in {count} micro-batches calls of {show(want)}, and else of at most {limit} bytes",
-            f"without {show(lacking)}, and with {show(more)} besides",
+            f"in {count} micro-batches {show(want)}, and other calls of at most {limit} bytes",
+            f"{show(lacking)} missing, and {show(more)} too much",
             cause,
             sure=True,
-            clause="" if is_reduction else 5,  # of train_step
+            clause="" if is_reduction else 3,  # of train_step
         )
 
 
@@ -234,28 +228,24 @@ def check_whole(
     shape: MakeShape,
     ranks: int,
     where: str,
-    cause: str = "blocks are not given back after forward, or a unit is more than one block",
-    **options: Any,
+    cause: str = "blocks are not freed after forward, or a unit is more than one block",
 ) -> None:
-    """Fail if more is gathered at a time than two blocks, one around them, and the root's unit."""
+    """Fail if more is gathered at a time than two blocks and the root's unit."""
     __tracebackhide__ = True
-    count = 3 if shape is nested else 2
-    itemsize = options.get("dtype", torch.float32).itemsize
-    *blocks, root = (whole_bytes(unit, ranks, itemsize) for unit in units(*shape()))
-    reshard = options.get("reshard_after_forward", True)
+    *blocks, root = (whole_bytes(unit, ranks) for unit in units(*shape()))
     check_bar(
         f"gathered parameters {where}",
         yours.most["unsharded"],
-        (sum(sorted(blocks)[-count:]) if reshard else sum(blocks)) + root,
-        plain=sum(blocks) + root if reshard else None,
+        sum(sorted(blocks)[-2:]) + root,
+        plain=sum(blocks) + root,
         reference=theirs.most["unsharded"],
-        formula=f"{count} blocks + the root's unit" if reshard else "the whole model",
+        formula="two blocks + the root's unit",
         cause=cause,
     )
 
 
 def check_buffers(yours: Account, theirs: Account, where: str) -> None:
-    """Fail if more is on its way than one block that is gathered and one that is reduced."""
+    """Fail if buffers hold more than one block that is gathered and one that is reduced."""
     __tracebackhide__ = True
     check_bar(
         f"buffers to gather and to reduce {where}",
@@ -268,37 +258,25 @@ def check_buffers(yours: Account, theirs: Account, where: str) -> None:
     )
 
 
-def check_forward_alone(
-    answer: Any, reference: Any, device: torch.device, shape: MakeShape, **options: Any
-) -> None:
-    """Under no_grad n + 1 gathers; two blocks and the root's unit at most, and then none. With
-    reshard_after_forward=False the whole model at most. Then a step gathers as before.
-    """
+def check_forward_alone(answer: Any, device: torch.device, **options: Any) -> None:
+    """Fail if a forward under no_grad leaves anything gathered."""
     __tracebackhide__ = True
-    what, script = "a forward under no_grad", ("by hand", "look")
-    yours, theirs = (
-        check_calls(module, device, what, shape, script, **options)
-        for module in (answer, reference)
-    )
-    check_whole(yours, theirs, shape, 8, f"in {what}", **options)
-    dtype = options.get("dtype", torch.float32)
-    *blocks, root = (whole_bytes(unit, 8, dtype.itemsize) for unit in units(*shape()))
+    got = books(answer, device, script=("by hand", "look"), **options).memory.after["unsharded"]
+    *blocks, root = (whole_bytes(unit, 8) for unit in units(*wide()))
     left = {
-        "the root's unit stays: no backward comes that would give it back": root,
-        "all units but the root's stay: reshard() is of one unit": sum(blocks),
-        "all units stay: no backward comes that would give them back": sum(blocks) + root,
+        "the root stays: no backward comes that would free it": root,
+        "all units but the root stay: reshard() frees one unit": sum(blocks),
+        "all units stay: no backward comes that would free them": sum(blocks) + root,
     }
-    cause = "some unit is not given back"
-    got = yours.after["unsharded"]
-    check_equal(got, 0, f"gathered bytes after {what}", cause=cause, suspects=left)
-    check_calls(answer, device, f"a step after {what}", shape, (*script, "by hand"), **options)
+    what = "gathered bytes after a forward under no_grad"
+    check_equal(got, 0, what, cause="some unit is not freed", suspects=left)
 
 
 def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> None:
     """Fail if more whole gradients, whole parameters or activations are held than this sync needs:
-    activations of 3 micro-batches are those of 1, the data of 2 more, and 8 numbers of each.
+    3 micro-batches have the activations of 1, the data of 2 more, and 8 numbers of each.
 
-    An output that is kept, until the next one is there too, is more: 200 x 400 are 313 KiB.
+    An output that is kept while the next one is computed is more: 200 x 400 are 313 KiB.
     """
     __tracebackhide__ = True
     parts = shard_bytes(narrow()[0].parameters(), 64)
@@ -319,7 +297,7 @@ def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> 
         + ("two blocks" if sync == "each" else "the model and one more block"),
         cause="whole gradients are held beyond the backward pass of their unit"
         if sync == "each"
-        else "there is a second set of whole gradients",
+        else "there are two sets of whole gradients",
     )
     where = f"on 64 ranks, 3 micro-batches, sync={sync!r}"
     cause = "blocks stay gathered for the next micro-batch"
@@ -343,16 +321,16 @@ def check_held(answer: Any, reference: Any, device: torch.device, sync: str) -> 
 
 
 def activations_of_tall() -> int:
-    """What forward holds of `tall`, in each block its input and relu's result; in backward the
-    gradients of both, and of relu's input; what is in the root is as much as a block.
+    """What forward keeps of `tall`: in each block its input and relu's output. In backward also
+    the gradients of both, and of relu's input. The root has as much as a block.
     """
     row, hidden = rounded(4 * SAMPLES * COLUMNS), rounded(4 * SAMPLES * ROWS)
     return (TALL_BLOCKS + 1) * (row + hidden) + 2 * hidden + row
 
 
 def activations_of_wide(samples: int, itemsize: int) -> int:
-    """What forward holds of `wide`, in each block its input, what its norm returns with two
-    numbers a sample, and tanh's result; and as much as one more block in backward and the loss.
+    """What forward keeps of `wide`: in each block its input, the norm's output with two numbers a
+    sample, and tanh's output. Backward and the loss take as much as one more block.
     """
     row, hidden = itemsize * samples * WIDE, itemsize * samples * (3 * WIDE + 1)
     block = 2 * rounded(row) + rounded(hidden) + 2 * rounded(4 * samples)

@@ -1,4 +1,4 @@
-"""Sharding block by block: the values of one process, with so many calls and bytes."""
+"""Sharding block by block: the values of one process, and calls and bytes by formula."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch.optim import Optimizer
 
 from kit.laws.bars import bar
 from kit.laws.checks import check, check_bar, check_equal
-from kit.ranks.shapes import SHAPES, nested, only_blocks
+from kit.ranks.shapes import frozen, nested, only_blocks
 from kit.ranks.shards import shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from specs.fsdp_wrap import ranks as programs
-from specs.fsdp_wrap.cases import BF16, CHECKPOINT, KEPT, adamw
+from specs.fsdp_wrap.cases import KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import REFUSED, check_refused
 from specs.fsdp_wrap.shapes import tall, wide
@@ -26,85 +26,68 @@ from specs.fsdp_wrap.simulated import (
     left_by_wrap,
 )
 
-RANKS = pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
 ROWS = "1 / N of the rows of each parameter, rounded up"
-UNSHARDED = "some parameters are not sharded: those of the root, or frozen ones"
+UNSHARDED = "some parameters are not sharded: the root's, or frozen ones"
 
 
 class TestPart1Wrap:
     @pytest.mark.works("wrap", "state")
-    @pytest.mark.parametrize("ranks", [8, 1])
-    def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(
-        self, answer, device, ranks
-    ):
-        """In blocks, in the root, trained, tied or frozen, with and without rows here."""
-        model, kinds = SHAPES["frozen"]()
-        with simulated_world(ranks, device, rank=ranks - 1) as mesh:
+    def test_every_parameter_becomes_a_shard_and_the_optimizer_holds_it(self, answer, device):
+        """In blocks and in the root, trained, tied or frozen, with or without rows here."""
+        model, kinds = frozen()
+        with simulated_world(8, device, rank=7) as mesh:
             optimizer = answer.wrap(model.to(device), mesh, kinds, adamw)
             check(
                 isinstance(optimizer, Optimizer),
-                expected="the optimizer that make_optimizer has made",
+                expected="the optimizer that make_optimizer made",
                 got=type(optimizer).__name__,
-                cause="the model is sharded in place: what is returned is the optimizer",
+                cause="the model is sharded in place; wrap returns the optimizer",
             )
             whole = [name for name, p in model.named_parameters() if not hasattr(p, "to_local")]
-            cause = "what is in no block, or frozen, is left whole on every rank"
+            cause = "parameters outside of blocks, or frozen ones, are whole on every rank"
             check_equal(whole, [], "parameters that are no DTensors", cause=cause)
             held = {p for group in optimizer.param_groups for p in group["params"]}
-            missing = [n for n, p in model.named_parameters() if p not in held]
-            cause = "the optimizer holds the parameters of before, or some of them: not those "
-            cause += "without rows on this rank, or not what is frozen now may train later"
+            trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            missing = [name for name, p in trained.items() if p not in held]
+            cause = "it holds the parameters from before sharding, or only those with rows here"
             check_equal(missing, [], "parameters that the optimizer lacks", cause=cause)
 
     @pytest.mark.exact("wrap", "calls")
-    @RANKS
-    def test_a_step_gathers_each_block_twice_and_reduces_each_unit_once(
-        self, answer, device, ranks, rank
-    ):
+    def test_a_step_gathers_each_block_twice_and_reduces_each_unit_once(self, answer, device):
         """n blocks: 2 n + 1 gathers of a rank's part of a unit, n + 1 reductions of whole ones."""
-        what = f"a step of 3 blocks on {ranks} ranks"
-        check_calls(answer, device, what, script=ADAM, ranks=ranks, rank=rank)
+        check_calls(answer, device, "a step of 3 blocks")
 
     @pytest.mark.exact("wrap", "units")
-    @pytest.mark.parametrize("shape", [nested, only_blocks], ids=["nested", "only_blocks"])
+    @pytest.mark.parametrize("shape", [nested, only_blocks, frozen], ids=lambda s: s.__name__)
     def test_the_units_of_other_models_are_their_blocks(self, answer, device, shape):
-        """A block inside a block is a unit, also one of a subclass. The root may have nothing."""
+        """Blocks inside blocks, and of a subclass; a root without parameters; frozen parameters,
+        which are sharded too.
+        """
         check_calls(answer, device, f"a step of {shape.__name__}", shape)
 
     @pytest.mark.exact("wrap", "kept")
-    @pytest.mark.parametrize(
-        ("shape", "train"),
-        [(tall, True), (nested, True), (wide, False)],
-        ids=["six_blocks", "nested", "eval_mode"],
-    )
-    def test_blocks_that_stay_are_gathered_once(self, answer, device, shape, train):
-        """reshard_after_forward=False: n + 1 gathers, n + 1 reductions."""
-        what = "a step with reshard_after_forward=False" + " in eval mode" * (not train)
-        check_calls(answer, device, what, shape, train=train, **KEPT)
+    def test_blocks_that_stay_are_gathered_once(self, answer, device):
+        """n + 1 gathers, n + 1 reductions."""
+        check_calls(answer, device, "a step with reshard_after_forward=False", **KEPT)
 
     @pytest.mark.exact("wrap", "values")
     def test_trains_as_one_process_with_the_data_of_all_ranks(self, answer, world):
-        """Rows of 13, 40 and 3 on 2 ranks: hardly anything divides."""
-        cause = "the optimizer holds the parameters of before, or not those of every unit; or the "
-        cause += "mean over ranks is taken otherwise; or a step sees weights of before; or a "
+        """Rows of 13, 40 and 3 on 2 ranks: most do not divide."""
+        cause = "the optimizer holds the parameters from before sharding, or not those of every "
+        cause += "unit; or gradients are not the mean over ranks; or a step uses old weights; or a "
         cause += "parameter is in no unit, so it has this rank's gradient only"
         hold(answer, world, "values", cause=cause)
 
-    @pytest.mark.exact("wrap", 3)
-    def test_frozen_parameters_are_sharded_too(self, answer, device):
-        """They are gathered as others are; what has no gradient is not reduced."""
-        check_calls(answer, device, "a step of a model with frozen parts", SHAPES["frozen"])
-
     @pytest.mark.saves("wrap", "state")
-    @RANKS
+    @pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0)])
     @bar(
         "weights, gradients and Adam's state of a rank",
         f"4 x ({ROWS}) + scalars",
         UNSHARDED,
     )
     def test_a_rank_holds_its_part_of_weights_gradients_and_state(self, device, ranks, rank):
-        """4 ceil(rows / N) columns bytes of each parameter for weights, as much for gradients, and
-        twice as much for Adam's averages, which has a scalar of each besides; one for a buffer.
+        """4 ceil(rows / N) columns bytes for each parameter's weights, as much for its gradients,
+        and twice as much for Adam's averages; a scalar for each count of steps and the buffer.
         """
         plain = [*wide()[0].parameters()]
         part, whole = (shard_bytes(plain, n) for n in (ranks, 1))
@@ -124,11 +107,11 @@ class TestPart1Wrap:
     @bar(
         "what is alive after wrap, on rank 0 of 8",
         f"2 x ({ROWS}) + scalars",
-        "something still has the parameters of before: a list, a table of names, or an optimizer",
+        "something still holds the parameters from before sharding, such as a list or an optimizer",
     )
     def test_nothing_holds_the_whole_parameters_any_more(self, device):
-        """4 ceil(rows / N) columns bytes of each parameter, as much again and a scalar for Adagrad,
-        which makes its state at once; and a buffer.
+        """4 ceil(rows / N) columns bytes for each parameter; as much, and a scalar, for Adagrad,
+        which makes its state at once; a scalar for the buffer.
         """
         plain = [*wide()[0].parameters()]
         parts, whole = (2 * shard_bytes(plain, n) + 512 * (len(plain) + 1) for n in (8, 1))
@@ -136,9 +119,9 @@ class TestPart1Wrap:
 
     @pytest.mark.saves("wrap", "gathered")
     def test_the_peak_is_the_state_and_a_few_blocks(self, answer, reference, device):
-        """State on the rank + what is whole: two blocks and the root's unit, one block's
-        gradients, and in buffers one block that is gathered and one that is reduced
-        + activations, within 2 %. Row counts are rounded up to a multiple of N.
+        """State + two blocks and the root's unit gathered + one block's gradients + buffers of one
+        block that is gathered and one that is reduced + activations, within 2 %. Row counts are
+        rounded up to a multiple of N.
         """
         plain = list(tall()[0].parameters())
         *blocks, root = (whole_bytes(unit, 64) for unit in units(*tall()))
@@ -148,8 +131,7 @@ class TestPart1Wrap:
         )
         check_whole(yours, theirs, tall, 64, "on 64 ranks")
         check_buffers(yours, theirs, "on 64 ranks")
-        # Weights, gradients and both averages of Adam; 512 bytes for each count of steps, and for
-        # the buffer.
+        # Weights, gradients, Adam's averages; 512 bytes for each count of steps and the buffer.
         state = 4 * shard_bytes(plain, 64) + 512 * (len(plain) + 1)
         check_bar(
             "peak of a step on 64 ranks",
@@ -158,25 +140,19 @@ class TestPart1Wrap:
             plain=4 * shard_bytes(plain, 1) + activations_of_tall(),
             reference=theirs.peak,
             formula="state + 5 blocks + the root's unit + activations, + 2 %",
-            cause="more than two blocks are whole at a time, or gradients of more than one are",
+            cause="more than two blocks, or gradients of more than one block, are whole at a time",
         )
 
     @pytest.mark.saves("wrap", 1)
-    @pytest.mark.parametrize(
-        ("shape", "options"),
-        [(tall, {}), (tall, KEPT), (nested, KEPT), (nested, CHECKPOINT), (wide, BF16)],
-        ids=["given_back", "kept", "kept-nested", "checkpoint-nested", "bfloat16"],
-    )
-    def test_a_forward_alone_leaves_nothing_gathered(
-        self, answer, reference, device, shape, options
-    ):
-        """If the root has nothing, FSDP2 gathers a block more in the next step."""
-        check_forward_alone(answer, reference, device, shape, **options)
+    @pytest.mark.parametrize("options", [{}, KEPT], ids=["freed", "kept"])
+    def test_a_forward_alone_leaves_nothing_gathered(self, answer, device, options):
+        """Between a step and the next one."""
+        check_forward_alone(answer, device, **options)
 
     @pytest.mark.survives("wrap", "Raises")
     @pytest.mark.parametrize("what", REFUSED, ids=lambda w: w.replace(" ", "_"))
     def test_refuses_what_cannot_be_sharded(self, answer, device, what):
-        """On a mesh of two dimensions fully_shard would replicate; float16 needs a loss scale."""
+        """On a mesh of two dimensions fully_shard would replicate; float16 needs a loss scaler."""
         with simulated_world(8, device) as mesh:
             check_refused(answer, mesh, what)
 
@@ -184,9 +160,9 @@ class TestPart1Wrap:
     def test_wrapping_changes_no_value_and_no_flag(self, answer, world):
         world.run(answer, programs.keeps_values)
 
-    @pytest.mark.survives("wrap", 4)
+    @pytest.mark.survives("wrap", "ranks")
     @pytest.mark.parametrize("world", [4], indirect=True, ids=["4_ranks"])
     def test_only_the_ranks_of_the_mesh_share_the_model(self, answer, world):
-        """One model on four ranks, where one has no row of the head; then two on two ranks each."""
-        cause = "another group than the mesh's takes part: that of all ranks, which is the default"
+        """Ranks 0 and 1 share one model, 2 and 3 another."""
+        cause = "all ranks of the job share the model, not those of the mesh"
         hold(answer, world, "meshes", cause=cause)

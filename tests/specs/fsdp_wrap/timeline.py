@@ -1,4 +1,4 @@
-"""One step of a rank as a picture: its shards, and a block or two gathered at a time."""
+"""One step of a rank as a picture: its shards, and one or two blocks gathered at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "One step of rank 0 of 8, 8 blocks 256 wide, 64 samples"
 
 
 def timeline(answer: ModuleType, reference: ModuleType, device: torch.device) -> dict[str, Account]:
-    """The plain way is the whole model on each rank, as in data parallelism."""
+    """The plain way has the whole model on each rank, as in data parallelism."""
     ways = {"plain": None, "reference": reference, "yours": answer}
     return {name: _step(way, device) for name, way in ways.items()}
 
