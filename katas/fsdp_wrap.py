@@ -4,7 +4,7 @@ A *unit* is gathered and freed together: a block without the blocks inside it, o
 the rest of the model. A rank keeps a *shard* of each parameter: on N ranks 1/N of its rows,
 rounded up.
 
-    ranks   all ranks of the mesh call together, each with its data; a job may have more ranks
+    ranks   all ranks of the mesh call together, alike except for data; a job may have more ranks
     errors  ValueError, before any change; for what is under Raises it names the offending value
 
 Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
@@ -42,11 +42,11 @@ def wrap(
     """Shard `model` in place with fully_shard, and make the optimizer of its shards.
 
         values      training matches one process that has the data of all ranks
-        units       each block is a unit, blocks inside blocks too, then the root
+        units       each block is a unit, blocks inside blocks too, and so is the root
         state       a rank holds its shards, their gradients and optimizer state, nothing whole
         calls       a step gathers each block for forward and again for backward, the root once,
                     and reduces each unit's gradients once
-        gathered    in a chain of blocks at most the running one, the next one and the root
+        gathered    in a chain of blocks at most the running block, the next one and the root
         kept        reshard_after_forward=False gathers each unit once, until after backward
         bfloat16    units cast their inputs to it, gather and compute in it; gradients are reduced
                     in float32, and shards and the model's output are float32
@@ -59,7 +59,7 @@ def wrap(
         model: float32, on the mesh's device, the same on every rank.
         mesh: one-dimensional.
         block_types: one class or a tuple; subclasses count. A block runs once in a forward.
-        make_optimizer: makes the optimizer of the parameters that it gets.
+        make_optimizer: takes the model's parameters and returns their optimizer.
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
@@ -94,7 +94,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on the mean loss over the samples of all ranks' micro-batches.
 
-        loss       every sample counts once; ranks and micro-batches may have different numbers
+        loss       every sample counts once, however many a rank or a micro-batch has
         gradients  of this step alone, clipped; they stay after the step
         grad_norm  2-norm over all shards of all ranks, before clipping
         max_norm   gradients with a larger norm are clipped to it, as clip_grad_norm_ does
@@ -113,7 +113,7 @@ def train_step(
     Details:
         1. With sync="last" only the last micro-batch reduces; until then a rank holds one set of
            whole gradients.
-        2. In bfloat16 training, too, micro-batches accumulate in float32.
+        2. With bfloat16, too, micro-batches accumulate in float32.
         3. Each micro-batch gathers and reduces as a step of `wrap` does. Any other call sends at
            most 64 bytes plus 4 for each parameter tensor.
         4. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
@@ -121,4 +121,4 @@ def train_step(
     raise NotImplementedError
 
 
-# untouched stub 1599634e7e13
+# untouched stub 1bcdf0cc9273

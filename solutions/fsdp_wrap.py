@@ -4,7 +4,7 @@ A *unit* is gathered and freed together: a block without the blocks inside it, o
 the rest of the model. A rank keeps a *shard* of each parameter: on N ranks 1/N of its rows,
 rounded up.
 
-    ranks   all ranks of the mesh call together, each with its data; a job may have more ranks
+    ranks   all ranks of the mesh call together, alike except for data; a job may have more ranks
     errors  ValueError, before any change; for what is under Raises it names the offending value
 
 Source: Zhao et al., PyTorch FSDP (arXiv 2304.11277).
@@ -48,11 +48,11 @@ def wrap(
     """Shard `model` in place with fully_shard, and make the optimizer of its shards.
 
         values      training matches one process that has the data of all ranks
-        units       each block is a unit, blocks inside blocks too, then the root
+        units       each block is a unit, blocks inside blocks too, and so is the root
         state       a rank holds its shards, their gradients and optimizer state, nothing whole
         calls       a step gathers each block for forward and again for backward, the root once,
                     and reduces each unit's gradients once
-        gathered    in a chain of blocks at most the running one, the next one and the root
+        gathered    in a chain of blocks at most the running block, the next one and the root
         kept        reshard_after_forward=False gathers each unit once, until after backward
         bfloat16    units cast their inputs to it, gather and compute in it; gradients are reduced
                     in float32, and shards and the model's output are float32
@@ -65,7 +65,7 @@ def wrap(
         model: float32, on the mesh's device, the same on every rank.
         mesh: one-dimensional.
         block_types: one class or a tuple; subclasses count. A block runs once in a forward.
-        make_optimizer: makes the optimizer of the parameters that it gets.
+        make_optimizer: takes the model's parameters and returns their optimizer.
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
@@ -105,20 +105,15 @@ def _shard(
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     # Last: it takes what no block has taken. Backward starts with it, so it stays gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy)
-    model.register_forward_hook(_give_back)
+    model.register_forward_hook(_free)
 
 
-def _give_back(model: nn.Module, args: object, output: object) -> None:
-    """Without backward nothing else does, and the next forward would use old weights."""
+def _free(model: nn.Module, args: object, output: object) -> None:
+    """No backward will, and the next forward would use old weights."""
     if not torch.is_grad_enabled():
-        _reshard(model)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Give back every unit: model.reshard() is for the root alone."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+        for unit in model.modules():  # model.reshard() frees the root alone
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def _blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
@@ -149,7 +144,7 @@ def _check_wrap(
 
 
 def _own_parameters(module: nn.Module, block_types: BlockTypes) -> Iterator[nn.Parameter]:
-    """Those of a unit: what is inside its inner blocks is theirs."""
+    """The parameters that are in no block inside this module."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, block_types):
@@ -177,7 +172,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on the mean loss over the samples of all ranks' micro-batches.
 
-        loss       every sample counts once; ranks and micro-batches may have different numbers
+        loss       every sample counts once, however many a rank or a micro-batch has
         gradients  of this step alone, clipped; they stay after the step
         grad_norm  2-norm over all shards of all ranks, before clipping
         max_norm   gradients with a larger norm are clipped to it, as clip_grad_norm_ does
@@ -196,7 +191,7 @@ def train_step(
     Details:
         1. With sync="last" only the last micro-batch reduces; until then a rank holds one set of
            whole gradients.
-        2. In bfloat16 training, too, micro-batches accumulate in float32.
+        2. With bfloat16, too, micro-batches accumulate in float32.
         3. Each micro-batch gathers and reduces as a step of `wrap` does. Any other call sends at
            most 64 bytes plus 4 for each parameter tensor.
         4. If a rank has no micro-batch, or ranks have different numbers of them, every rank raises.
@@ -227,13 +222,13 @@ def train_step(
     loss = torch.stack(shares).sum()
     dist.all_reduce(loss, group=mesh.get_group())
     if isinstance(grad_norm, DTensor):
-        # To read a DTensor is a collective call, which every rank would have to make.
+        # Reading a DTensor is a collective call, and the caller may read on one rank only.
         grad_norm = grad_norm.full_tensor()
     return StepResult(loss, grad_norm)
 
 
 def _samples_of_all(mesh: DeviceMesh, micro_batches: Sequence[Batch]) -> int:
-    """The number of samples on all ranks; where numbers of micro-batches differ, all raise."""
+    """The samples of all ranks. If their numbers of micro-batches differ, all raise."""
     samples = sum(len(inputs) for inputs, _ in micro_batches)
     mine = torch.tensor([len(micro_batches), samples], device=mesh.device_type)
     every = [torch.empty_like(mine) for _ in range(mesh.size())]

@@ -39,8 +39,8 @@ def _reduced(values: Sequence[int], op: dist.ReduceOp.RedOpType, mesh: DeviceMes
     return numbers.tolist()
 
 
-def _give_back(model: nn.Module) -> None:
-    """Every unit gives back what it has gathered: the model's parameters are its shards."""
+def _free(model: nn.Module) -> None:
+    """Free every unit: the model's parameters are its shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -52,7 +52,7 @@ def _give_back(model: nn.Module) -> None:
 class _Plan(NamedTuple):
     """What `_shard` needs to know of a model."""
 
-    blocks: list[nn.Module]  # but for the model itself, inner ones before those they are in
+    blocks: list[nn.Module]  # inner ones come before outer ones
     inner: set[nn.Module]  # those that are inside another block
 
 
@@ -70,7 +70,7 @@ def _plan(model: nn.Module, mesh: DeviceMesh, block_types: BlockTypes, dtype: to
             raise ValueError(f"the {type(model).__name__} has no block of class {cls.__name__}")
 
     # Every path to a module counts here: one that is reached from two units belongs to both.
-    unit: dict[str, nn.Module] = {}  # of a path, the block that its module is in, or the model
+    unit: dict[str, nn.Module] = {}  # for each path, the block that its module is in, or the model
     owner: dict[nn.Parameter, nn.Module] = {}
     blocks: list[nn.Module] = []
     inner: set[nn.Module] = set()
@@ -97,7 +97,7 @@ def _shard(
     dtype: torch.dtype,
     checkpoint: bool,
 ) -> None:
-    """Shard the model as `wrap` says, but for the optimizer."""
+    """Shard the model; the optimizer comes later."""
     policy = outermost = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
@@ -119,9 +119,9 @@ def _shard(
 
 
 def _after_forward(model: nn.Module, args: Any, output: Any) -> None:
-    """A forward without backward leaves nothing gathered, the root's unit neither."""
+    """A forward without backward leaves nothing gathered, not even the root."""
     if not torch.is_grad_enabled():
-        _give_back(model)
+        _free(model)
 
 
 def _recompute_in_backward(block: nn.Module) -> None:
@@ -135,12 +135,7 @@ def _recompute_in_backward(block: nn.Module) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return torch.utils.checkpoint.checkpoint(
-            lambda positional, named: forward(*positional, **named),
-            args,
-            kwargs,
-            use_reentrant=False,
-        )
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     block.forward = run
 
@@ -196,7 +191,7 @@ def train_step(
         raise ValueError(f"this rank has {count} micro-batches, another more or fewer, or none")
     (total,) = _reduced([sum(samples)], dist.ReduceOp.SUM, mesh)
 
-    _give_back(model)
+    _free(model)
     model.zero_grad()
     loss = torch.zeros((), dtype=torch.float64, device=_device(mesh))
     for index, batch in enumerate(micro_batches):

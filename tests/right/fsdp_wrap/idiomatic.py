@@ -91,13 +91,13 @@ def _shard(
 
 
 def _after_forward(model: nn.Module, *_: object) -> None:
-    """No backward gives back what a forward without one has gathered."""
+    """Free what a forward without a backward has gathered."""
     if not torch.is_grad_enabled():
         _shards(model)
 
 
 def _shards(model: nn.Module) -> dict[str, DTensor]:
-    """The sharded parameters by name. Gives back what a forward without backward has gathered."""
+    """The sharded parameters by name. Frees what a forward without backward has gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -48,10 +48,10 @@ class TestPart3TrainStep:
         hold(answer, world, "checkpoint", cause=cause)
 
     @pytest.mark.exact("wrap", "checkpoint")
-    def test_gathers_and_reductions_stay(self, answer, device):
-        """With reshard_after_forward=False in bfloat16."""
-        options = CHECKPOINT | KEPT | BF16
-        check_calls(answer, device, "a step with checkpoint=True", **options)
+    @pytest.mark.parametrize("options", [{}, KEPT | BF16], ids=["freed", "kept-bfloat16"])
+    def test_gathers_and_reductions_stay(self, answer, device, options):
+        """The calls are those of a step without checkpoints."""
+        check_calls(answer, device, "a step with checkpoint=True", **CHECKPOINT, **options)
 
     @pytest.mark.exact("train_step", "max_norm")
     def test_clips_to_the_norm_of_the_whole_model(self, answer, world):
