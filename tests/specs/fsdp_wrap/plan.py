@@ -26,7 +26,7 @@ adamw = functools.partial(torch.optim.AdamW, foreach=True)
 
 Wrap = Callable[..., torch.optim.Optimizer]
 
-# What wrap is asked for; the names are the rows of the table.
+# Options of wrap; the names are the rows of the table.
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "not resharded after forward": {"reshard_after_forward": False},
@@ -54,7 +54,7 @@ class LargeModel(nn.Module):
 
 
 def plan(answer: ModuleType, **sizes: int) -> Plan:
-    """The table for one answer: one process, and what `wrap` makes of it in each way."""
+    """The table for one answer: one process, then `wrap` with each set of options."""
     layers, width, words, ranks = (sizes[key] for key in ("layers", "width", "words", "ranks"))
     if width % HEAD:
         raise ValueError(f"width must be a multiple of {HEAD}, the width of a head, not {width}")
@@ -74,11 +74,11 @@ def plan(answer: ModuleType, **sizes: int) -> Plan:
         [
             f"Rank 0 at the peak of a step; {layers} blocks of width {width}, {words} words.",
             "gradients: whole until they are reduced, then this rank's part.",
-            "unsharded: parameters that are gathered to compute with.",
+            "unsharded: gathered parameters.",
             "communication: the buffers of gathers and reductions.",
-            "activations: also what backward, loss and optimizer need for a moment.",
-            "Counted on fake tensors by the rules for the cpu. On cuda there is more: what cuBLAS "
-            "works with, and the gaps that the allocator leaves.",
+            "activations: also temporaries of backward, loss and optimizer.",
+            "Counted on fake tensors by the rules for the cpu. On cuda there are also workspaces "
+            "of cuBLAS and gaps in the allocator.",
         ],
     )
 
@@ -90,7 +90,7 @@ def _row(
     ranks: int,
     tokens: tuple[int, int],
 ) -> Row:
-    """What the second step holds and calls, on rank 0 of so many; no value is computed."""
+    """What the second step holds and calls on rank 0; no values are computed."""
     with dry_run(ranks) as mesh:
         model = make_model()
         optimizer = wrap(model, mesh, Block, adamw)
