@@ -3,8 +3,7 @@
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
 all its samples.
 
-    untouched  modes, hooks and training flags, after an error too; data is not written to; no seed
-               is set
+    untouched  modes, hooks and training flags, after an error too; data; the random seed
     errors     ValueError, before any change; the message names the offending value, or the
                number in parentheses
 """
@@ -34,9 +33,9 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to the mean ove
 class WindowResult(NamedTuple):
     """What one window did."""
 
-    loss: Tensor  # the mean over the window's samples: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of all its gradients, unscaled, not clipped: float32 scalar
-    skipped: bool  # whether an overflow kept the weights as they were
+    loss: Tensor  # the mean over the window's samples: detached float32 scalar, unscaled
+    grad_norm: Tensor  # 2-norm of all gradients, unscaled, before clipping: float32 scalar
+    skipped: bool  # whether an overflow cancelled the step
 
 
 # Part 1
@@ -48,8 +47,8 @@ def accumulate(
     """One optimizer step on the mean loss over a window's samples.
 
         gradients  those of the window in one batch, up to rounding; older ones do not count
-        step       one, with the whole window's gradients, which stay
-        passes     one forward pass a micro-batch, in order
+        step       one, with the whole window's gradients, which stay in `grad`
+        passes     one forward pass per micro-batch, in order
         memory     one micro-batch's activations, one set of gradients; your code holds no output
                    during backward
 
@@ -57,55 +56,42 @@ def accumulate(
         tensor(0.6931)
 
     Args:
-        model: from inputs to one output, each sample by itself.
-        micro_batches: pairs of tensors of one length, in tuples or lists.
-        loss_fn: from output and targets to the mean over samples.
-        optimizer: holds what is trained, the loss's parameters too.
+        model: maps inputs to one output, each sample independently.
+        micro_batches: pairs of inputs and targets of the same length.
+        loss_fn: maps output and targets to the mean over samples.
+        optimizer: holds everything that is trained, the loss's parameters too.
 
     Returns:
-        That loss, a scalar without a graph.
+        That loss, a detached scalar.
 
     Raises:
-        no micro-batch (0); one that is no pair, has no samples, or has two lengths.
+        no micro-batch (0); one without samples, or with inputs and targets of different lengths.
 
     Details:
-        1. A parameter without a gradient in this window is not stepped, whatever it had before.
-        2. A frozen parameter keeps its value. So does one that `optimizer` does not hold; its
-           `grad` is not cleared, and may grow.
-        3. An error in model, loss or optimizer comes through, and no step follows.
-        4. The cache of the caller's autocast has no weights from before the step.
+        1. A parameter that gets no gradient in this window, as a frozen one, is not stepped.
     """
     samples = _count_samples(micro_batches)
     optimizer.zero_grad()
     shares = []
     for inputs, targets in micro_batches:
-        # The share of the samples, not 1 / number of micro-batches: they differ in size. No name
-        # for the output: it would live through the backward pass.
+        # The share of the samples, not 1 / len(micro_batches): sizes differ. The output has no
+        # name, which would keep it alive during backward.
         loss = loss_fn(model(inputs), targets) * (len(inputs) / samples)
-        # Backward at once, so that this graph is gone before the next one is built.
+        # Backward right away: this graph is freed before the next one is built.
         loss.backward()
         shares.append(loss.detach())
     optimizer.step()
-    torch.clear_autocast_cache()  # the caller's: it has copies of the weights before the step
     return torch.stack(shares).sum()
 
 
 def _count_samples(micro_batches: Sequence[Batch]) -> int:
-    """The samples of a window that is worth a step; all of it is checked before the first pass."""
-    for batch in micro_batches:
-        inputs, targets = _pair(batch)
+    """The number of samples in a window, after checking every micro-batch."""
+    for inputs, targets in micro_batches:
         if len(inputs) != len(targets) or len(inputs) == 0:
-            raise ValueError(f"as many inputs as targets, above 0: {len(inputs)}, {len(targets)}")
+            raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets in a micro-batch")
     if len(micro_batches) == 0:
-        raise ValueError(f"a window needs a micro-batch, and has {len(micro_batches)}")
+        raise ValueError(f"a window needs a micro-batch, got {len(micro_batches)}")
     return sum(len(inputs) for inputs, _ in micro_batches)
-
-
-def _pair(batch: Batch) -> Batch:
-    # A tensor of two rows can be unpacked too.
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f"a micro-batch is a pair, inputs and targets, not {batch!r:.60}")
-    return batch
 
 
 # Part 2
@@ -120,26 +106,24 @@ def accumulate_tokens(
 ) -> Tensor:
     """One optimizer step on the mean cross entropy over all labelled tokens of a window.
 
-        divisor  the window's labelled tokens: each counts once
+        divisor  the number of labelled tokens in the window
         window   otherwise as in `accumulate`, with `F.cross_entropy`'s memory
 
         >>> accumulate_tokens(model, [(ids, labels)], optimizer, ignore_index=0)
         tensor(4.1589)
 
     Args:
-        model: from inputs to logits (samples, length, classes).
-        micro_batches: inputs and shifted targets, both (samples, length), int64.
+        model: maps inputs to logits (samples, length, classes).
+        micro_batches: inputs and targets, already shifted; both (samples, length), int64.
         ignore_index: the target of a token without a label.
 
     Raises:
-        as in `accumulate`; also two shapes, length 0, or no labelled token (0).
+        as in `accumulate`; also different shapes, or no labelled token (0).
 
     Details:
-        1. A micro-batch without a labelled token adds zeros, and need not run.
-        2. Neither targets nor logits need be contiguous.
+        1. A micro-batch without a labelled token adds nothing, and need not run.
+        2. Targets and logits may be non-contiguous.
         3. 16-bit logits become float32 before the loss.
-        4. Parameters without a gradient, those of others, errors, and autocast are as in
-           `accumulate`.
     """
     tokens = _count_tokens(micro_batches, ignore_index)
     if tokens == 0:
@@ -151,25 +135,23 @@ def accumulate_tokens(
         loss.backward()
         shares.append(loss.detach())
     optimizer.step()
-    torch.clear_autocast_cache()
     return torch.stack(shares).sum()
 
 
 def _count_tokens(micro_batches: Sequence[Batch], ignore_index: int) -> int:
-    for batch in micro_batches:
-        inputs, targets = _pair(batch)
+    for inputs, targets in micro_batches:
         if inputs.shape != targets.shape or inputs.numel() == 0:
-            shapes = f"{tuple(inputs.shape)}, {tuple(targets.shape)}"
-            raise ValueError(f"inputs and targets of one shape, (samples, length), not {shapes}")
+            shapes = f"inputs {tuple(inputs.shape)}, targets {tuple(targets.shape)}"
+            raise ValueError(f"expected the same shape, and not an empty one: {shapes}")
     if len(micro_batches) == 0:
-        raise ValueError(f"a window needs a micro-batch, and has {len(micro_batches)}")
+        raise ValueError(f"a window needs a micro-batch, got {len(micro_batches)}")
     return sum(int((targets != ignore_index).sum()) for _, targets in micro_batches)
 
 
 def _sum_over_tokens(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()  # a sum over thousands of tokens does not fit into 16 bits
-    # reduction="mean" would divide by this micro-batch's tokens, and by 0 where it has none.
+        logits = logits.float()  # a sum over thousands of tokens does not fit in 16 bits
+    # reduction="mean" would divide by this micro-batch's tokens, and by 0 if it has none.
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
     )
@@ -190,13 +172,13 @@ def train_epoch(
     scheduler: LRScheduler | None = None,
     max_norm: float | None = None,
 ) -> list[WindowResult]:
-    """Train on all micro-batches, `window` to a step.
+    """Train on all micro-batches, `window` per step.
 
-        windows    as in `accumulate`; the last may be shorter, divided by what it has
+        windows    as in `accumulate`; the last may be shorter, divided by the samples it has
         data       no micro-batch is taken before the previous window has stepped
-        clipping   once a window, by the norm over all that `optimizer` holds
+        clipping   once per window, by the norm over all that `optimizer` holds
         scheduler  advances after each step taken
-        end        once a window has begun, every held `grad` is None, errors or not
+        end        the gradients that `optimizer` holds are None, after an error in a window too
 
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 
@@ -207,34 +189,31 @@ def train_epoch(
         max_norm: above 0.
 
     Returns:
-        One result a window.
+        One result per window.
 
     Raises:
-        another window, dtype, scaler or max_norm; no micro-batch (0).
+        any other window, dtype, scaler or max_norm; no micro-batch (0).
 
     Details:
-        1. Parameters without a gradient, those of others, and autocast are as in `accumulate`.
-           Each window has gradients: dense, and not 16-bit.
-        2. An error, or a bad micro-batch, ends the epoch before its window's step: finished
-           windows count. If the first window is bad, older gradients may stay.
-        3. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward after
-           it; the loss is computed from the output as float32.
-        4. torch.float16, and no other dtype, has an enabled `scaler`: a window is unscaled once,
-           before norm and clipping, and updated once.
-        5. An overflow in any micro-batch skips the window: weights, optimizer state and schedule
-           stay. The scaler knows: norm, loss, weights and calls of step() do not tell.
-        6. The peak of a window is that of `accumulate`, plus the data of two windows.
+        1. An error, or a bad micro-batch, ends the epoch without a step for its window. Earlier
+           steps remain.
+        2. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward outside;
+           the loss gets the output as float32.
+        3. torch.float16 needs an enabled `scaler`; no other dtype may have one. Unscale once per
+           window, before norm and clipping, and update once.
+        4. With a scaler, an overflow in any micro-batch skips the window: weights, optimizer state
+           and schedule stay.
     """
     _check_epoch(window, dtype, scaler, max_norm)
     iterator, results = iter(micro_batches), list[WindowResult]()
-    # islice takes no more than a window; what it finds is also the size of the last one.
+    # islice takes at most a window, and fewer at the end of the data.
     while batches := list(itertools.islice(iterator, window)):
         result = _window_step(model, batches, loss_fn, optimizer, dtype, scaler, max_norm)
         if scheduler is not None and not result.skipped:
             scheduler.step()
         results.append(result)
     if not results:
-        raise ValueError("0 micro-batches: the iterator is empty, or was read to its end before")
+        raise ValueError("0 micro-batches: the iterator is empty or used up")
     return results
 
 
@@ -254,13 +233,12 @@ def _window_step(
         for inputs, targets in batches:
             with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
                 loss = loss_fn(_output(model, inputs, dtype), targets) * (len(inputs) / samples)
-            # Outside autocast. Every micro-batch under the same scale: it may not change before
-            # the window's end.
+            # Outside autocast, and with the same scale for the whole window.
             (loss if scaler is None else scaler.scale(loss)).backward()
             shares.append(loss.detach().float())
 
         if scaler is not None:
-            scaler.unscale_(optimizer)  # once: the gradients are whole now
+            scaler.unscale_(optimizer)  # once, when the window's gradients are complete
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         if max_norm is not None:
@@ -268,29 +246,24 @@ def _window_step(
         skipped = _step(optimizer, scaler)
     finally:
         optimizer.zero_grad()
-    torch.clear_autocast_cache()  # or the caller goes on with old weights
     return WindowResult(torch.stack(shares).sum(), grad_norm.float(), skipped)
 
 
 def _output(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> Tensor:
     output: Tensor = model(inputs)
-    # As it is without autocast: a model in float64 has its loss in float64.
+    # Unchanged in float32: the loss of a float64 model stays in float64.
     return output if dtype == torch.float32 else output.float()
 
 
 def _step(optimizer: Optimizer, scaler: GradScaler | None) -> bool:
-    """Step, and say whether the step was skipped."""
-    if scaler is None or not scaler.is_enabled():
+    """Step, and say whether the scaler skipped it."""
+    if scaler is None:
         optimizer.step()
         return False
-    # Not scaler.step(): after an overflow it calls a fused optimizer all the same, and fused SGD
-    # makes its momentum of whatever is in memory. unscale_() has looked for infinities already.
     before = scaler.get_scale()
+    scaler.step(optimizer)
     scaler.update()
-    if scaler.get_scale() < before:  # it falls after an overflow and at no other time
-        return True
-    optimizer.step()
-    return False
+    return scaler.get_scale() < before  # it falls after an overflow and at no other time
 
 
 def _check_epoch(
@@ -301,8 +274,8 @@ def _check_epoch(
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype}")
     if (scaler is not None and scaler.is_enabled()) != (dtype == torch.float16):
-        raise ValueError(f"a scaler is for float16, and only for it: {scaler} with {dtype}")
-    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"float16, and only float16, needs a scaler: {dtype} with {scaler}")
+    if max_norm is not None and max_norm <= 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
 
 
@@ -318,34 +291,30 @@ def accumulate_on_ranks(
 ) -> Tensor:
     """`accumulate_tokens` over the windows of all ranks.
 
-        divisor  labelled tokens of all ranks; DDP averages
-        window   as in `accumulate_tokens`, and equal everywhere
+        divisor  the number of labelled tokens on all ranks; DDP averages
+        window   as in `accumulate_tokens`
         sends    one all-reduce of at most 8 numbers before any forward; gradients only in
                  the last backward, by DDP
 
         >>> share = accumulate_on_ranks(DistributedDataParallel(model), my_window, optimizer)
 
     Args:
-        model: in DDP without `find_unused_parameters`, `static_graph`, buffers or a pending
-            backward pass; outside `no_sync()`.
+        model: in DDP with default options, and without buffers.
 
     Returns:
-        This rank's share of the mean loss; all add up to it.
+        This rank's share of the mean loss; the shares add up to it.
 
     Raises:
-        on all ranks, if one has a bad window (and names it) or none a labelled token.
+        on all ranks, if one has a bad window (that rank names it) or none has a labelled token.
 
     Details:
         1. Any micro-batch, or a whole rank, may be without a labelled token.
-        2. Ranks are those of `model.process_group`; no other group is involved.
-        3. Afterwards, after an error too, DDP synchronises as before.
-        4. As in `accumulate_tokens`: parameters without a gradient, 16-bit logits, autocast, and
-           an error that all ranks raise before their last loss.
+        2. Ranks are those of `model.process_group`.
     """
     tokens, problem = 0, None
     try:
         tokens = _count_tokens(micro_batches, ignore_index)
-    except Exception as error:  # whatever it is: the others wait in the all-reduce below
+    except Exception as error:  # raised below: the other ranks wait in the all-reduce
         problem = error
     device = next(model.parameters()).device
     counts = torch.tensor([tokens, int(problem is not None)], device=device)
@@ -362,14 +331,13 @@ def accumulate_on_ranks(
     optimizer.zero_grad()
     shares = []
     for number, (inputs, targets) in enumerate(micro_batches, 1):
-        # Forward inside no_sync() too: DDP decides there whether this backward will communicate.
+        # Forward inside no_sync() too: there DDP decides whether this backward will communicate.
         with model.no_sync() if number < len(micro_batches) else nullcontext():
             loss = _sum_over_tokens(model(inputs), targets, ignore_index) / all_tokens
-            # DDP divides the sum over ranks by their number. That is not ours: multiply it away.
+            # DDP averages over the ranks, and a sum is wanted: multiply by their number.
             (loss * ranks).backward()
         shares.append(loss.detach())
     optimizer.step()
-    torch.clear_autocast_cache()
     return torch.stack(shares).sum()
 
 
@@ -377,24 +345,24 @@ def accumulate_on_ranks(
 
 
 def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> float:
-    """The learning rate for another number of samples to a step, from one that works.
+    """The learning rate for a new batch size, from one that works.
 
-        linear  it grows as the batch (SGD; Goyal et al., arXiv 1706.02677)
-        sqrt    it grows as the square root of the batch (Adam)
+        linear  grows with the batch (SGD; Goyal et al., arXiv 1706.02677)
+        sqrt    grows with the square root of the batch (Adam)
 
         >>> scaled_lr(0.1, 256, 8192, rule="linear")
         3.2
 
     Args:
         lr: above 0, tuned for `batch_size`.
-        batch_size: samples to a step, of all micro-batches and ranks; at least 1.
-        new_batch_size: the same, now.
+        batch_size: samples per step, over all micro-batches and ranks; at least 1.
+        new_batch_size: the same for the new rate.
         rule: a name from the table.
 
     Raises:
-        another rule, lr or batch size.
+        any other rule, lr or batch size.
     """
-    if not lr > 0:
+    if lr <= 0:
         raise ValueError(f"lr must be positive, not {lr}")
     for size in (batch_size, new_batch_size):
         if size < 1:

@@ -35,17 +35,9 @@ def _some(micro_batches: Sequence[Batch]) -> Sequence[Batch]:
     return micro_batches
 
 
-def _pair(batch: Batch) -> Batch:
-    if not isinstance(batch, (tuple, list)):
-        raise ValueError(f"a micro-batch is a pair of tensors, not a {type(batch).__name__}")
-    if len(batch) != 2:
-        raise ValueError(f"a micro-batch has 2 parts, not {len(batch)}")
-    return batch
-
-
 def _samples(batch: Batch) -> int:
     """The number of samples of a micro-batch, which is thereby checked."""
-    inputs, targets = _pair(batch)
+    inputs, targets = batch
     if len(inputs) != len(targets) or len(inputs) == 0:
         raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets in a micro-batch")
     return len(inputs)
@@ -53,7 +45,7 @@ def _samples(batch: Batch) -> int:
 
 def _labelled(batch: Batch, ignore_index: int) -> int:
     """The number of labelled tokens of a micro-batch, which is thereby checked."""
-    inputs, targets = _pair(batch)
+    inputs, targets = batch
     if inputs.shape != targets.shape or inputs.numel() == 0:
         raise ValueError(f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}")
     return int((targets != ignore_index).sum())
@@ -98,16 +90,13 @@ def _backward_share(
     """Add the gradients of `share` times the mean over the samples; that mean, without share."""
     inputs, targets = batch
     low = dtype is not torch.float32
-    torch.clear_autocast_cache()  # the caller's: it outlives the weights
-    with torch.autocast(inputs.device.type, dtype if low else torch.bfloat16, enabled=low):
+    with torch.autocast(inputs.device.type, dtype, enabled=low):
         output = [model(inputs).float() if low else model(inputs)]
         loss = loss_fn(output.pop(), targets)
-    torch.clear_autocast_cache()
     goal = loss * share
     if scaler is not None:
         goal = scaler.scale(goal)
-    with torch.autocast(inputs.device.type, enabled=False):
-        goal.backward()
+    goal.backward()
     return loss.detach().float()
 
 
@@ -152,7 +141,6 @@ def accumulate(
     total = sum(_backward_sum(model, batch, loss_fn) for batch in micro_batches)
     _rescale(params, 1 / samples)
     optimizer.step()
-    torch.clear_autocast_cache()
     return total / samples
 
 
@@ -179,7 +167,6 @@ def accumulate_tokens(
         del nll
     _rescale(params, 1 / tokens)
     optimizer.step()
-    torch.clear_autocast_cache()
     return total / tokens
 
 
@@ -237,7 +224,6 @@ def train_epoch(
                     scaler.step(optimizer)
             if scaler is not None:
                 scaler.update()
-            torch.clear_autocast_cache()  # a hook may have run the model before the step
         if finite and scheduler is not None:
             scheduler.step()
         results.append(WindowResult(total / samples, norm.float(), not finite))
@@ -300,5 +286,4 @@ def accumulate_on_ranks(
     total = total + backward(micro_batches[-1])
     _rescale(params, ranks / tokens)  # DDP left sum / ranks
     optimizer.step()
-    torch.clear_autocast_cache()
     return total / tokens

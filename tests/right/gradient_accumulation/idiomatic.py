@@ -27,22 +27,12 @@ class WindowResult(NamedTuple):
     skipped: bool  # whether an overflow kept the weights as they were
 
 
-def _check_pair(index: int, batch: Batch) -> Batch:
-    """The batch, if it is a pair of tensors."""
-    if not isinstance(batch, (tuple, list)):
-        raise ValueError(f"micro-batch {index} is a {type(batch).__name__}, not a pair of tensors")
-    if len(batch) != 2:
-        raise ValueError(f"micro-batch {index} has {len(batch)} parts, expected 2")
-    return batch
-
-
 def _count_samples(micro_batches: Sequence[Batch]) -> list[int]:
     """The number of samples of each micro-batch, all of them checked."""
     if len(micro_batches) == 0:
         raise ValueError("need at least one micro-batch, got 0")
     counts = []
-    for index, batch in enumerate(micro_batches):
-        inputs, targets = _check_pair(index, batch)
+    for index, (inputs, targets) in enumerate(micro_batches):
         if len(inputs) != len(targets) or len(inputs) == 0:
             raise ValueError(
                 f"micro-batch {index} has {len(inputs)} inputs and {len(targets)} targets, "
@@ -56,8 +46,7 @@ def _count_tokens(micro_batches: Sequence[Batch], ignore_index: int) -> int:
     """The number of labelled tokens of all micro-batches, all of them checked."""
     if len(micro_batches) == 0:
         raise ValueError("need at least one micro-batch, got 0")
-    for index, batch in enumerate(micro_batches):
-        inputs, targets = _check_pair(index, batch)
+    for index, (inputs, targets) in enumerate(micro_batches):
         if inputs.shape != targets.shape or inputs.numel() == 0:
             raise ValueError(
                 f"micro-batch {index} has inputs {tuple(inputs.shape)} and targets "
@@ -92,7 +81,6 @@ def accumulate(
     for (inputs, targets), count in zip(micro_batches, counts, strict=True):
         total += _backward(loss_fn(model(inputs), targets) * (count / samples))
     optimizer.step()
-    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     return total
 
 
@@ -115,7 +103,6 @@ def accumulate_tokens(
     for inputs, targets in micro_batches:
         total += _backward(_token_loss_sum(model(inputs), targets, ignore_index) / tokens)
     optimizer.step()
-    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     return total
 
 
@@ -156,7 +143,6 @@ def train_epoch(
             )
         finally:
             optimizer.zero_grad()
-            torch.clear_autocast_cache()
         del batches
     if not results:
         raise ValueError("need at least one micro-batch, got 0")
@@ -177,7 +163,6 @@ def _train_window(
     samples = sum(counts)
 
     optimizer.zero_grad()
-    torch.clear_autocast_cache()  # the caller's may be of another dtype
     total = 0.0
     for (inputs, targets), count in zip(batches, counts, strict=True):
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
@@ -264,5 +249,4 @@ def accumulate_on_ranks(
             (share * world_size).backward()  # DDP divides the gradients by the world size
             del share
     optimizer.step()
-    torch.clear_autocast_cache()  # the caller's: it outlives the weights
     return total

@@ -1,4 +1,4 @@
-"""What a function may change although a contract leaves such things alone: here nothing."""
+"""What a function may change although the contract leaves it untouched: here nothing."""
 
 CHANGES: dict[str, tuple[str, ...]] = {}
 ON_RANKS, MAY_DRAW = True, True

@@ -1,4 +1,4 @@
-"""The laws of a window: as the oracle does, apart from what is free."""
+"""The laws of a window: an answer does what the oracle does, apart from what is free."""
 
 from functools import partial
 
@@ -10,72 +10,49 @@ from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation.scenarios import epoch, regression
 from specs.gradient_accumulation.tokens import tokens
 
-
-def _broke_off(want, w):
-    return want["outcome"] not in ("returns", "ValueError")
-
-
-# What was on the way when an error came is nobody's business, nor are gradients of others.
-_ON_THE_WAY = "passes|loss calls|random|steps taken at"
+_UNDERWAY = "passes|loss calls|random|steps taken at"  # when an error came
 FREE = (
-    ("kept gradients", lambda _, w: "foreign" in w.tags),
-    # Gradients in 16 bits are rounded where a share is multiplied in; the weights show the step.
-    ("passes back|gradients|kept|optimizer state", lambda _, w: "the caller's autocast" in w.tags),
-    # Of a model in 16 bits the loss is exact, as a number of float32.
+    # Gradients of a 16-bit model are rounded where its share is multiplied in; the loss is not.
     ("gradients|kept|weights|optimizer state", lambda _, w: "16 bits" in w.tags),
     ("passes|loss calls|random", lambda _, w: "no labels" in w.tags),
-    (_ON_THE_WAY, lambda want, w: _broke_off(want, w) or "retried" in w.tags),
 )
-WINDOW_FREE = (*FREE, ("kept gradients", _broke_off))
 EPOCH_FREE = (
-    *FREE,
-    (_ON_THE_WAY, lambda _, w: "bad micro-batch" in w.tags),  # windows may be taken bit by bit
-    ("grad_norm", lambda _, w: "norm beyond float32" in w.tags),
-    # A scaler calls a fused optimizer after an overflow too; or it is not asked to.
-    ("optimizer steps|gradients at|rate at|steps taken at", lambda _, w: "fused" in w.tags),
-    ("scaler", lambda _, w: "the step fails" in w.tags),
-    # Whether an epoch in float32 leaves the caller's autocast on, nothing says.
-    (
-        "passes|loss calls|loss|grad_norm",
-        lambda _, w: "the caller's autocast" in w.tags and w.dtype == torch.float32,
-    ),
+    ("kept gradients", lambda _, w: "foreign" in w.tags),
+    (_UNDERWAY, lambda _, w: {"planted", "bad micro-batch"} & w.tags),
 )
 _LOSS = "another divisor or dtype, or with its graph"
 MEANINGS = trace.MEANINGS | {
     "number of results": "one for each window, a short last one too",
     "passes forward": "a pass too many or too few, or in another mode, precision or order",
     "passes back": "backward passes are joined, missing, or under autocast",
-    "gradients at": "another divisor or clipping, perhaps of some only; or stale gradients are in "
-    "it",
+    "gradients at": "another divisor or clipping, perhaps of some only; or old gradients are added",
     "loss": _LOSS,
     "result": _LOSS,
-    "kept gradients": "gradients are of another loss, left over, or cleared at another moment",
+    "kept gradients": "gradients are of another loss, left over, or cleared at the wrong time",
     "steps taken at": "micro-batches are read ahead of the step",
 }
 
 
 def rounding(w):
     """16 bits are rounded at every operation; where the share is multiplied in is free."""
-    dtype = torch.bfloat16 if "the caller's autocast" in w.tags else w.dtype
-    return {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}.get(dtype, 1e-4)
+    return {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}.get(w.dtype, 1e-4)
 
 
-def clauses(gradients, step, passes, autocast, kept):
-    """What each observable is about in the contract; nothing where it is what the spec is about."""
+def clauses(gradients, step, passes, kept):
+    """The clause that each observable is about; "" means that of the spec."""
     return {
         "number of results": "windows",
-        "output for": autocast,
         "optimizer steps|weights|optimizer state": step,
         "steps taken at": "data",
         "passes|loss calls": passes,
         "random state": "untouched",
         "gradients at|loss": gradients,
         "result": "Returns",
-        "skipped": 5,
+        "skipped": 4,
         "grad_norm": "clipping",
         "rate|optimizer groups|schedule": "scheduler",
         "kept gradients": kept,
-        "scaler": 4,
+        "scaler": 3,
     }
 
 
@@ -101,10 +78,8 @@ def _epoch(answer, w):
     return answer.train_epoch(w.model, oracle.data(w), w.loss_fn, w.optimizer, **given, **w.options)
 
 
-A_WINDOW = clauses("gradients", "step", "passes", 4, "step")
-OF_TOKENS = clauses("divisor", "", "window", 4, "window")
-ACCUMULATED = law(
-    _accumulate, oracle.accumulate, partial(regression, 9, 1, 4), WINDOW_FREE, A_WINDOW
-)
-TOKENS = law(_tokens, oracle.accumulate_tokens, tokens, WINDOW_FREE, OF_TOKENS)
-EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, clauses("", "", "", 1, "end"))
+A_WINDOW = clauses("gradients", "step", "passes", "step")
+OF_TOKENS = clauses("divisor", "", "window", "window")
+ACCUMULATED = law(_accumulate, oracle.accumulate, partial(regression, 9, 1, 4), (), A_WINDOW)
+TOKENS = law(_tokens, oracle.accumulate_tokens, tokens, FREE, OF_TOKENS)
+EPOCH = law(_epoch, oracle.train_epoch, epoch, EPOCH_FREE, clauses("", "", "", "end"))

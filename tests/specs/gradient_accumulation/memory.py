@@ -1,13 +1,12 @@
-"""Bytes at the peak of a window, held to a formula: where activations, gradients or logits rule.
+"""Bytes at the peak of a window, against a formula: mostly activations, gradients or logits.
 
 activations: 256 rows through four hidden layers of 96 (0.39 MB, three times the gradients G), 4
     micro-batches. At most one micro-batch's pass with one set of gradients, and 0.35 G.
 gradients: 12 weights of 64 x 64, 3 rows, 3 micro-batches. At most one micro-batch's pass with one
     set of gradients, and 0.35 G: room for one gradient and its square at a time, in float64 too.
-wide_output: 64 rows of 4,096 logits, L = 1 MiB. In the backward pass there are the
-    log-probabilities that the loss has saved, their gradient and that of the logits: 3 L, and the
-    gradient of the weight W beside the sum. Logits that a name still holds make 4 L. At most
-    3.25 L + 3 W.
+wide_output: 64 rows of 4,096 logits, L = 1 MiB. The backward pass needs the log-probabilities
+    that the loss has saved, their gradient and that of the logits: 3 L, and the gradient of the
+    weight W beside the sum. Logits that a name keeps alive make it 4 L. At most 3.25 L + 3 W.
 """
 
 import copy
@@ -33,15 +32,12 @@ CAUSES = {
     "activations": "graphs are kept, or micro-batches are joined",
     "gradients": "gradients are copied: sums, norms and clipping need no second set",
     "wide_output": "a name still holds the output in the backward pass, or outputs are kept, or "
-    "the loss makes more of them, as a second softmax does",
+    "the loss makes another copy, as a second softmax does",
 }
 
 
-def limit_of(case, has_data=False):
-    """The bytes that a window may take, and that a plain one takes, above what is there before.
-
-    `has_data`: whether copies of the window's data may be held.
-    """
+def limit_of(case):
+    """The bytes above the baseline that a window may take, and that a plain one takes."""
     rest, gradients = len(case.batches) - 1, gradients_of(case)
     if case.name == "wide_output":
         logits, three = 4 * 64 * CLASSES, 3 * gradients
@@ -49,8 +45,6 @@ def limit_of(case, has_data=False):
         return 3.25 * logits + three, 4 * logits + three, formula
     one, formula = one_micro_batch(case) + gradients, "one micro-batch, its gradients G and 0.35 G"
     plain = one + max(rest * (one - 2 * gradients), gradients)
-    if has_data:
-        one, formula = one + bytes_of(*case.batches), f"{formula}, and the window's data"
     return one + 0.35 * gradients, plain, formula
 
 
@@ -77,8 +71,7 @@ def of_samples(name, device, dtype=torch.float32):
 def of_tokens(name, device):
     """As of_samples; a third of the tokens in the first of two rows have no label.
 
-    In bfloat16 the logits are half of those in float32, which are made of them: a name for either
-    is over the limit.
+    In bfloat16 the logits are cast to float32: a name for either is over the limit.
     """
     name, _, half = name.partition("-")
     layers, length, classes = {
@@ -98,8 +91,7 @@ def of_tokens(name, device):
 def one_micro_batch(case):
     """Bytes at the peak of one forward and backward pass.
 
-    The gradients are there before it, as they are from the second micro-batch of a window on. They
-    are gone again afterwards.
+    Gradients exist before it, as from a window's second micro-batch on, and are cleared after it.
     """
     (inputs, targets), *_ = case.batches
     for p in case.model.parameters():
@@ -117,7 +109,7 @@ def one_micro_batch(case):
 
 
 def peak(case, call, module):
-    """Bytes above what there is before the window; gradients are not there yet."""
+    """Bytes above the baseline before the window, which has no gradients."""
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
     device, known = case.batches[0][0].device, [case.model, *case.batches]
     return measure(lambda: call(module, case, optimizer), device, known=known).above_baseline
@@ -126,8 +118,8 @@ def peak(case, call, module):
 def check_peak(case, call, answer, reference):
     """Fail unless the peak of `call` stays within the limit of the case."""
     __tracebackhide__ = True
-    limit, plain, formula = limit_of(case, has_data=call is epoch)
-    half = "; or 16-bit weights stay in autocast's cache: it ends with the outermost block only"
+    limit, plain, formula = limit_of(case)
+    half = "; or 16-bit weights stay in autocast's cache until its outermost block ends"
     check_bar(
         f"peak of a window of {len(case.batches)} above its baseline",
         peak(copy.deepcopy(case), call, answer),

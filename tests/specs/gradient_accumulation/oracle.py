@@ -1,4 +1,4 @@
-"""The contract of gradient_accumulation as slow and obvious code; its divisors differ."""
+"""The contract of gradient_accumulation as slow and obvious code."""
 
 import copy
 from collections import namedtuple
@@ -15,7 +15,6 @@ def accumulate(w):
     samples = sum(len(x) for x, _ in w.batches)
     loss = sum(_add(w.loss_fn(w.model(x), y) * len(x) / samples) for x, y in w.batches)
     w.optimizer.step()
-    torch.clear_autocast_cache()
     return loss
 
 
@@ -25,20 +24,19 @@ def accumulate_tokens(w):
 
 
 def accumulate_on_ranks(w, rank, windows):
-    """A labelled token counts 1 / labelled tokens of all ranks; a twin runs those of the others."""
+    """A labelled token counts 1 / labelled tokens of all ranks; a copy runs the other windows."""
     _begin(w)
     ignored = w.options.get("ignore_index", -100)
     tokens = sum(int((y != ignored).sum()) for window in windows for _, y in window)
-    twin = copy.deepcopy(w.model) if len(windows) > 1 else w.model
+    copied = copy.deepcopy(w.model) if len(windows) > 1 else w.model
     loss = sum(_token_backward(w.model, *batch, ignored, tokens) for batch in windows[rank])
     for number, window in enumerate(windows):
         for batch in window if number != rank else ():
-            _token_backward(twin, *batch, ignored, tokens)
-    for p, other in zip(w.model.parameters(), twin.parameters(), strict=True):
+            _token_backward(copied, *batch, ignored, tokens)
+    for p, other in zip(w.model.parameters(), copied.parameters(), strict=True):
         if p is not other and p.grad is not None and other.grad is not None:
             p.grad += other.grad
     w.optimizer.step()
-    torch.clear_autocast_cache()
     return loss
 
 
@@ -49,13 +47,12 @@ def _token_backward(model, inputs, targets, ignored, tokens):
 
 
 def train_epoch(w):
-    """Windows of one micro-batch after another, until there are none."""
+    """One window after another, until the data ends."""
     results, source, size = [], iter(data(w)), w.options["window"]
     _begin(w)
     try:
         while window := [batch for _, batch in zip(range(size), source, strict=False)]:
             results.append(_window(w, window))
-            torch.clear_autocast_cache()
             if w.scheduler is not None and not results[-1].skipped:
                 w.scheduler.step()
     finally:
@@ -64,7 +61,7 @@ def train_epoch(w):
 
 
 def data(w):
-    """The micro-batches from an iterator, which notes how many steps were taken at each request."""
+    """Yield the micro-batches, and note how many steps were taken at each request."""
     requests = w.notes["steps taken at each request"] = []
     for batch in w.batches:
         requests.append(len(w.steps))
@@ -95,14 +92,13 @@ def _window(w, window):
 
 
 def _backward(w, inputs, targets, samples):
-    """Add the gradients of these samples' part of the window's mean; the part."""
+    """Backward of these samples' share of the window's mean; return the share."""
     half = w.dtype != torch.float32
     with torch.autocast(w.device.type, w.dtype, enabled=half):
         output = w.model(inputs)
         loss = w.loss_fn(output.float() if half else output, targets)
     part = loss * len(inputs) / samples
-    with torch.autocast(w.device.type, enabled=False):
-        (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
+    (part if w.grad_scaler is None else w.grad_scaler.scale(part)).backward()
     return part.detach().float()
 
 
@@ -112,7 +108,7 @@ def _add(part):
 
 
 def _begin(w):
-    """Refuse what is to be refused, before older gradients go."""
+    """Refuse a bad window, or clear older gradients."""
     if w.refused_at == len(w.steps):
         raise ValueError("the contract refuses this")
     _clear(w)

@@ -1,6 +1,5 @@
 """The windows of all ranks: what each rank is given, and the law of it."""
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,13 +9,12 @@ from kit.laws import twists
 from kit.laws.checks import ERRORS, in_scenario
 from kit.laws.law import Law
 from kit.laws.suspects import suspects
-from kit.laws.trace import Planted, PlantedInterrupt, World, observe
-from kit.laws.twists import fails, frozen, stale
+from kit.laws.trace import World, observe
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation import tokens as of_tokens
 from specs.gradient_accumulation.laws import FREE, MEANINGS, law
-from specs.gradient_accumulation.scenarios import IN_AUTOCAST, tag
-from specs.gradient_accumulation.tokens import NO_TOKENS, UNEQUAL, labelled, never, tokens
+from specs.gradient_accumulation.scenarios import tag
+from specs.gradient_accumulation.tokens import UNEQUAL, labelled, tokens
 
 CPU = torch.device("cpu")
 
@@ -32,9 +30,9 @@ class Plan:
     own_group: bool = False  # each rank's model has a process group of that rank alone
 
 
-UNEVEN, SEVERAL = (UNEQUAL, ((2, 5, 6),)), (UNEQUAL, UNEQUAL[2:])
+UNEVEN = UNEQUAL, ((2, 5, 6),)
 NAMED = "names the value that is wrong"  # what a message does
-BAD = {name: batch for name, *batch in NO_TOKENS} | {"nothing": (None, 0)}
+BAD = {name: batch for name, *batch in of_tokens.BAD} | {"nothing": (None, 0)}
 
 
 def _bad(names, windows=UNEVEN):
@@ -42,7 +40,7 @@ def _bad(names, windows=UNEVEN):
 
 
 def _unlabelled(*windows):
-    return Plan(windows, (never(4), stale, frozen, tag("no labels", "foreign")), ignore_index=4)
+    return Plan(windows, (tag("no labels"),))
 
 
 GROUPS = {  # by the clause of the contract
@@ -51,8 +49,9 @@ GROUPS = {  # by the clause of the contract
         "older gradients, a group for each parameter": Plan(
             UNEVEN, (twists.put(groups=True), twists.trained_before)
         ),
-        "ignore_index 0, logits of hundreds, transposed": Plan(
-            UNEVEN, (of_tokens.hundreds, of_tokens.transposed), ignore_index=0
+        "ignore_index 0, logits transposed": Plan(UNEVEN, (of_tokens.transposed,), ignore_index=0),
+        "2,049 tokens and 4, a model in bfloat16": Plan(
+            (((3, 700, 2049),), ((1, 4, 4),)), (of_tokens.IN_BFLOAT16,)
         ),
     },
     1: {
@@ -60,25 +59,9 @@ GROUPS = {  # by the clause of the contract
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
         "rank 1 without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 4, 0),)),
     },
-    4: {
-        "a parameter without a gradient": Plan(UNEVEN, (twists.unused,)),
-        "2,049 tokens and 4, a model in bfloat16": Plan(
-            (((3, 700, 2049),), ((1, 4, 4),)), (of_tokens.IN_BFLOAT16,)
-        ),
-        "inside the caller's autocast, in eval mode": Plan(
-            SEVERAL, (*IN_AUTOCAST, lambda w: w.model.eval())
-        ),
-    },
-    3: {
-        "the model fails, and the next call": Plan(SEVERAL, (fails("model", 2), tag("retried"))),
-        "Ctrl-C in the model, and the next call": Plan(
-            SEVERAL, (fails("model", 1, PlantedInterrupt), tag("retried"))
-        ),
-    },
     2: {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "Raises": {
         "6 x 2 targets for 2 x 6 tokens, on rank 1": _bad({1: "6 x 2 targets for 2 x 6 tokens"}),
-        "one tensor of two rows, on rank 0": _bad({0: "one tensor of two rows"}),
         "no micro-batch on rank 1": _bad({1: "nothing"}),
         "bad on both ranks": _bad({0: "4 targets for 5 tokens in each row", 1: "nothing"}),
         "no label on any rank": _bad({}, (((2, 3, 0), (1, 4, 0)), ((3, 2, 0),))),
@@ -145,26 +128,16 @@ class RankLaw(Law):
         return suspect.load(as_file=True)
 
 
-def retried(call, w):
-    """The call; in a world of this kind the next one, after the planted error."""
-    if "retried" in w.tags:
-        with suppress(Planted, PlantedInterrupt):
-            call()
-    return call()
-
-
 def _right(name, rank):
     """What the oracle does as this rank."""
     every, number = windows(PLANS[name]), rank
     if PLANS[name].own_group:
         every, number = [every[rank]], 0
 
-    def call(w):
-        return retried(partial(oracle.accumulate_on_ranks, w, number, every), w)
-
+    call = partial(oracle.accumulate_on_ranks, rank=number, windows=every)
     seen = observe(call, partial(scenario, name, rank), CPU)
     del seen["_error"]
-    return seen | {"synchronises": True, "message": NAMED}
+    return seen | {"message": NAMED}
 
 
 def _side_by_side(rows, tags):
@@ -176,17 +149,14 @@ def _side_by_side(rows, tags):
 OF_RANKS = {
     "optimizer steps|gradients at": "divisor",
     "result": "Returns",
-    "output for": 4,
     "kept gradients": "window",
-    "synchronises": 3,
 }
 FOUND = MEANINGS | {
-    "gradients at": "another divisor than the tokens of all, stale gradients, or DDP's hooks are "
-    "passed by",
-    "result": "it is no share of the mean over the tokens of all ranks",
+    "gradients at": "another divisor than the tokens of all ranks, old gradients, or DDP's hooks "
+    "are bypassed",
+    "result": "it is not this rank's share of the mean over the tokens of all ranks",
     "kept gradients": "this rank has begun its window before it knew of the others",
     "weights": "another step was taken: other tokens or ranks count, or old gradients do",
-    "synchronises": "no_sync() is entered and not left, or its flag is set by hand",
 }
 ON_RANKS = law(None, oracle.accumulate_on_ranks, tokens, FREE, OF_RANKS, FOUND, RankLaw)
 ON_RANKS.groups = {group: [*plans] for group, plans in GROUPS.items()}

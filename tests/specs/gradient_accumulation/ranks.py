@@ -11,27 +11,19 @@ from kit.laws.mentions import missing
 from kit.laws.trace import observe
 from kit.ranks.collectives import collectives
 from specs.gradient_accumulation import memory
-from specs.gradient_accumulation.plans import CPU, NAMED, PLANS, retried, scenario
+from specs.gradient_accumulation.plans import CPU, NAMED, PLANS, scenario
 from specs.gradient_accumulation.tokens import UNEQUAL, labelled, language_model
 
 
 def observed(answer, rank, name):
-    """All that is seen of a call on this rank; an error that nobody wants is raised."""
+    """Everything seen of a call on this rank; an unexpected error is raised."""
     plan = PLANS[name]
 
     def call(world):
         group = _groups_of_one(dist.get_world_size())[rank] if plan.own_group else None
         model = DDP(world.model, process_group=group)
         given = model, world.batches, world.optimizer
-        world.notes["synchronises"] = True
-
-        def once():
-            try:
-                return answer.accumulate_on_ranks(*given, **world.options)
-            finally:
-                world.notes["synchronises"] &= model.require_backward_grad_sync
-
-        return retried(once, world)
+        return answer.accumulate_on_ranks(*given, **world.options)
 
     seen = observe(call, lambda: scenario(name, rank), CPU)
     world, error = seen.pop("_world"), seen.pop("_error")
@@ -41,7 +33,7 @@ def observed(answer, rank, name):
     return seen | {"message": NAMED if is_named else f"{error}"[:100]}
 
 
-@functools.cache  # and so never given back: the end of a gloo group waits for ever at times
+@functools.cache  # and so never destroyed: the end of a gloo group sometimes hangs
 def _groups_of_one(size):
     return [dist.new_group([number]) for number in range(size)]
 
@@ -60,7 +52,7 @@ def step_by_hand(answer, rank):
 def sent(answer, rank):
     """What a rank sends in the third window, and how much of it DDP's backward pass sends.
 
-    In the second window DDP also arranges its buckets anew.
+    In the second window DDP also rebuilds its buckets.
     """
     inner = language_model()
     inner[3].bias.requires_grad_(False)
@@ -76,7 +68,7 @@ def sent(answer, rank):
     model.register_comm_hook(None, hook)
     model.register_forward_pre_hook(lambda *_: order.append("forward"))
     window = labelled([*UNEQUAL, *UNEQUAL][rank : rank + 4], seed=rank)
-    window[-2] = window[-1]  # the same micro-batch twice, which is not known by it
+    window[-2] = window[-1]  # the same micro-batch twice: the last is not known by identity
     for _ in range(3):
         buckets.clear()
         order.clear()

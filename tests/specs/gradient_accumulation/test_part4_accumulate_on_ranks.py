@@ -1,4 +1,4 @@
-"""A window on several ranks: real processes, which run on the CPU whatever --device is."""
+"""A window on several ranks: real processes, on the CPU whatever --device is."""
 
 import math
 
@@ -37,7 +37,7 @@ class TestPart4AccumulateOnRanks:
             torch.stack([one, other]),
             shares,
             "both ranks' shares",
-            cause="the shares are not sums over the rank's tokens by the tokens of all",
+            cause="a share is the sum over the rank's tokens, divided by the tokens of all ranks",
             suspects={
                 "each rank returns a mean (its own, or that of all), and not its share": mean,
                 "each rank returns the mean of what all return": mean / 2,
@@ -67,23 +67,23 @@ class TestPart4AccumulateOnRanks:
             4 * trained + 8 * 8,
             plain=4 * 4 * trained,
             reference=theirs["bytes"],
-            formula="one set of trained gradients + 8 numbers; plain sends one a micro-batch",
-            cause="gradients go more than once (forward belongs in no_sync() too), or weights",
+            formula="one set of trained gradients + 8 numbers; plain sends one per micro-batch",
+            cause="gradients are sent more than once (forward belongs in no_sync() too)",
         )
         what = "whether a call sends at most 8 numbers"
-        cause = "each gradient is sent by itself, or flags, losses or a log have calls of their own"
+        cause = "each gradient is sent separately, or flags, losses or logs have their own calls"
         check_equal(yours["small"], [True, False], what, cause=cause)
         what = "gradients sent by DDP in a backward pass"
-        cause = "gradients are sent by hand: in one more copy, and behind the back of DDP's hooks"
+        cause = "gradients are sent by hand: in one more copy, and bypassing DDP's hooks"
         check_equal(yours["by DDP"], trained, what, cause=cause)
         order = ["forward"] * 4 + ["gradients"]
-        cause = "another backward pass than the last one sends"
+        cause = "a backward pass other than the last sends gradients"
         check_equal(yours["order"], order, "order of passes", cause=cause)
 
     @pytest.mark.saves("accumulate_on_ranks", "window")
     @memory.CASES
     def test_a_ranks_window_peaks_as_one_micro_batch(self, answer, reference, world, case):
-        """As in part 2, and DDP's buckets: one more set of gradients."""
+        """As in part 2, plus DDP's buckets: one more set of gradients."""
         made = memory.of_tokens(case, CPU)
         (limit, plain, formula), buckets = memory.limit_of(made), memory.gradients_of(made)
         yours, theirs = (world.run(module, ranks.peak, case)[0] for module in (answer, reference))
@@ -93,7 +93,7 @@ class TestPart4AccumulateOnRanks:
             limit + buckets,
             plain=plain + buckets,
             reference=theirs,
-            formula=f"{formula}; and DDP's buckets",
+            formula=f"{formula}; plus DDP's buckets",
             cause=memory.CAUSES[case],
         )
 
@@ -105,14 +105,6 @@ class TestPart4AccumulateOnRanks:
     def test_counts_the_ranks_of_the_models_process_group(self, answer, world):
         """Each rank trains a model of its own: its process group has that rank only."""
         ON_RANKS.hold_on(world, answer, 2)
-
-    @pytest.mark.survives("accumulate_on_ranks", 3)
-    def test_ddp_synchronises_again_after_an_error(self, answer, world):
-        ON_RANKS.hold_on(world, answer, 3)
-
-    @pytest.mark.survives("accumulate_on_ranks", 4)
-    def test_parameters_logits_and_autocast_are_as_in_accumulate_tokens(self, answer, world):
-        ON_RANKS.hold_on(world, answer, 4)
 
     @pytest.mark.survives("accumulate_on_ranks", "Raises")
     def test_a_bad_window_on_one_rank_is_refused_by_all(self, answer, world):

@@ -9,11 +9,10 @@ from kit.laws import twists
 from kit.laws.checks import check_equal
 from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
 from kit.laws.scenarios import scenarios as tried
-from kit.laws.toys import mse
-from kit.laws.twists import fails, foreign, gradient, option, put, refused, unused
+from kit.laws.twists import gradient, option, put, refused, unused
 from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import EPOCH
-from specs.gradient_accumulation.scenarios import FUSED, HALF, gradient_of_another, tag
+from specs.gradient_accumulation.scenarios import HALF
 
 DISABLED = {"enabled": False}  # a scaler
 
@@ -35,19 +34,19 @@ def refuses(answer, device, name, want, *options):
 
 
 class TestPart5MixedPrecision:
-    @pytest.mark.works("train_epoch", 3)
+    @pytest.mark.works("train_epoch", 2)
     @HALVES
     def test_takes_the_same_steps_in_sixteen_bits(self, answer, device, dtype):
-        """The numbers of part 3 are whole in 16 bits too, at a scale of 64."""
+        """The numbers of part 3 are exact in 16 bits too, at a scale of 64."""
         options = {"dtype": dtype, "scaler": scaler_for(dtype, device)}
         found, results = scenarios.steps_by_hand(answer, device, **options)
         check_equal(
             [*found, *(result.skipped for result in results)],
             [2.5, 3.0, 1.0, 2.0, -0.25, False, False],
-            "loss and norm of each window, the weight, and what was skipped",
+            "loss and norm of each window, the weight, and whether each was skipped",
             cause="do the steps by hand and compare",
             suspects={
-                "skipped is true of steps that were taken": [2.5, 3.0, 1.0, 2.0, -0.25, True, True],
+                "skipped is true after a step": [2.5, 3.0, 1.0, 2.0, -0.25, True, True],
                 "the losses are still scaled": [160.0, 3.0, 64.0, 2.0, -0.25, False, False],
                 "the norm is taken before unscale_": [2.5, 192.0, 1.0, 128.0, -0.25, False, False],
                 # ((1 x 64 / 64 + 2 x 64) / 64) / 64, and so on.
@@ -59,55 +58,41 @@ class TestPart5MixedPrecision:
         )
 
     @pytest.mark.works("scaled_lr", "linear")
-    @follows("the ratio is upside down or whole, the rules are exchanged, or the rate is rounded")
+    @follows("the ratio is inverted or an integer, the rules are swapped, or the rate is rounded")
     def test_the_rate_grows_as_the_batch(self):
         """Goyal et al.: 0.1 for 256 is 3.2 for 8192."""
         yield "0.1 at 256 to 8192", 3.2, 0.1, 256, 8192, "linear"
         yield "0.3 at 6 to 10", 0.5, 0.3, 6, 10, "linear"
-        yield "25.6 at 65,536 to 256", 0.1, 25.6, 65536, 256, "linear"
         yield "2e-6 at 512 to 3", 1.171875e-8, 2e-6, 512, 3, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
-    @follows("the ratio is upside down or whole, the rules are exchanged, or the rate is rounded")
+    @follows("the ratio is inverted or an integer, the rules are swapped, or the rate is rounded")
     def test_the_rate_grows_as_the_root_of_the_batch(self):
         yield "0.6 at 4 to 9", 0.9, 0.6, 4, 9, "sqrt"
-        yield "1e-6 at 65,536 to 9", 1.171875e-8, 1e-6, 65536, 9, "sqrt"
         yield "1.6 at 65,536 to 256", 0.1, 1.6, 65536, 256, "sqrt"
 
-    @pytest.mark.exact("train_epoch", 3)
+    @pytest.mark.exact("train_epoch", 2)
     @EPOCH.spec("bf16", "fp16")
     def test_runs_forward_and_loss_under_autocast_and_backward_outside(self):
         yield ("a plain epoch",)
-        yield "large inputs", twists.large_inputs
-        own = twists.inside_its_own_autocast, tag("the caller's autocast")
-        yield "inside the caller's autocast", *own
 
-    @pytest.mark.exact("train_epoch", 4)
+    @pytest.mark.exact("train_epoch", 3)
     @EPOCH.spec("fp16")
     def test_unscales_and_updates_once_a_window(self):
         yield "a parameter without a gradient", unused, HALF
-        yield "a foreign parameter", foreign, HALF, tag("foreign")
         often = twists.scaled(growth_interval=1, backoff_factor=0.9)
         yield "a scale that grows in every window, and falls little", often, gradient(math.inf, 4)
-        yield "the step fails", fails("step", 2), tag("the step fails")
-        yield "an infinite gradient, clipped", gradient(math.inf), HALF
 
-    @pytest.mark.exact("train_epoch", 5)
+    @pytest.mark.exact("train_epoch", 4)
     @EPOCH.spec("bf16", "fp16")
     def test_an_overflow_in_any_micro_batch_skips_the_window_and_nothing_else_does(self):
         yield "an infinite gradient at 1", gradient(math.inf)
         yield "a NaN gradient at 7", gradient(math.nan, 7), twists.trained_before
-        yield "a fused optimizer", gradient(math.inf, 4), FUSED, twists.trained_before, tag("fused")
-        yield "an infinite gradient of another optimizer", gradient_of_another(math.inf), HALF
         still = put(sgd={"lr": 0.0, "momentum": 0.9}), option(window=1)
-        yield "seven overflows in succession, rate 0", *still, twists.scaled(init_scale=2.0**60)
-        yield "an infinite loss with finite gradients", put(loss=lambda *of: mse(*of) + math.inf)
-        yield "a gradient of 1e25", twists.huge(1e25), tag("norm beyond float32")
+        yield "seven overflows in a row, rate 0", *still, twists.scaled(init_scale=2.0**60)
 
-    @pytest.mark.saves("train_epoch", 6)
-    @pytest.mark.parametrize(
-        "case", ["gradients-fp16", "activations-bf16", "activations-fp16", "wide_output-bf16"]
-    )
+    @pytest.mark.saves("train_epoch", "windows")
+    @pytest.mark.parametrize("case", ["gradients-fp16", "activations-bf16", "wide_output-bf16"])
     def test_a_window_in_sixteen_bits_peaks_as_one_micro_batch(
         self, answer, reference, device, case
     ):
@@ -115,7 +100,7 @@ class TestPart5MixedPrecision:
         made = memory.of_samples(name, device, PRECISIONS[precision])
         memory.check_peak(made, memory.epoch, answer, reference)
 
-    @pytest.mark.survives("train_epoch", 4)
+    @pytest.mark.survives("train_epoch", 3)
     @EPOCH.spec()
     def test_takes_an_enabled_scaler_with_float16_and_no_other_dtype(self):
         on = {"init_scale": 2.0}
@@ -132,13 +117,11 @@ class TestPart5MixedPrecision:
             yield f"a disabled scaler, {dtype}", put(dtype=dtype, scaler=DISABLED), HALF
 
     @pytest.mark.survives("scaled_lr", "Raises")
-    @refuses("no check refuses this input, or the message does not say which value was wrong")
+    @refuses("this input is not refused, or the message does not name the wrong value")
     def test_scaled_lr_refuses_what_has_no_meaning(self):
-        for rule, size in ("cubic", 8), ("Linear", 4):
-            yield f"rule {rule!r}, from 4 to {size}", rule, 0.1, 4, size, rule
+        yield "rule 'cubic'", "cubic", 0.1, 4, 8, "cubic"
         for rule in ("linear", "sqrt"):
-            for lr in (0.0, -1e-5, math.nan):
-                yield f"lr {lr}, {rule}", lr, lr, 4, 8, rule
+            yield f"lr 0.0, {rule}", 0.0, 0.0, 4, 8, rule
             for size in (0, -4):
                 yield f"batch_size {size}, {rule}", size, 0.1, size, 8, rule
                 yield f"new_batch_size {size}, {rule}", size, 0.1, 4, size, rule

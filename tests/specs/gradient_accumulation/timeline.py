@@ -10,7 +10,7 @@ TITLE = "A window of 8 micro-batches of 512 samples, 6 layers 256 wide"
 
 
 def timeline(answer, reference, device):
-    """The plain way is the window as one batch, by the reference."""
+    """The plain way is the whole window as one batch."""
     ways = {"plain": (reference, 1), "reference": (reference, 8), "yours": (answer, 8)}
     return {name: _window(*way, device) for name, way in ways.items()}
 
