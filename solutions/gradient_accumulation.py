@@ -68,7 +68,7 @@ def accumulate(
         no micro-batch (0); one without samples, or with inputs and targets of different lengths.
 
     Details:
-        1. A parameter that gets no gradient in this window, as a frozen one, is not stepped.
+        1. A parameter that gets no gradient in this window, such as a frozen one, is not stepped.
     """
     samples = _count_samples(micro_batches)
     optimizer.zero_grad()
@@ -107,14 +107,14 @@ def accumulate_tokens(
     """One optimizer step on the mean cross entropy over all labelled tokens of a window.
 
         divisor  the number of labelled tokens in the window
-        window   otherwise as in `accumulate`, with `F.cross_entropy`'s memory
+        window   otherwise as in `accumulate`; the loss may use `F.cross_entropy`'s memory
 
         >>> accumulate_tokens(model, [(ids, labels)], optimizer, ignore_index=0)
         tensor(4.1589)
 
     Args:
         model: maps inputs to logits (samples, length, classes).
-        micro_batches: inputs and targets, already shifted; both (samples, length), int64.
+        micro_batches: inputs and already shifted targets, both (samples, length), int64.
         ignore_index: the target of a token without a label.
 
     Raises:
@@ -176,9 +176,9 @@ def train_epoch(
 
         windows    as in `accumulate`; the last may be shorter, divided by the samples it has
         data       no micro-batch is taken before the previous window has stepped
-        clipping   once per window, by the norm over all that `optimizer` holds
+        clipping   once per window, by the norm over all of `optimizer`'s parameters
         scheduler  advances after each step taken
-        end        the gradients that `optimizer` holds are None, after an error in a window too
+        end        `grad` of `optimizer`'s parameters is None, after an error in a window too
 
         >>> results = train_epoch(model, loader, F.mse_loss, optimizer, window=4)
 

@@ -1,4 +1,4 @@
-"""A right answer of another shape: a running mean of gradients, and a window read bit by bit."""
+"""A right answer of another shape: a running mean of gradients, and data read one at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to the mean ove
 
 
 class WindowResult(NamedTuple):
-    loss: Tensor  # the mean over the window's samples: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the window's true gradients before clipping: float32 scalar
-    skipped: bool  # whether an overflow kept the weights as they were
+    loss: Tensor  # the mean over the window's samples: detached float32 scalar, unscaled
+    grad_norm: Tensor  # 2-norm of all gradients, unscaled, before clipping: float32 scalar
+    skipped: bool  # whether an overflow cancelled the step
 
 
 # Helpers
@@ -36,7 +36,7 @@ def _some(micro_batches: Sequence[Batch]) -> Sequence[Batch]:
 
 
 def _samples(batch: Batch) -> int:
-    """The number of samples of a micro-batch, which is thereby checked."""
+    """Check a micro-batch and return its number of samples."""
     inputs, targets = batch
     if len(inputs) != len(targets) or len(inputs) == 0:
         raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets in a micro-batch")
@@ -44,7 +44,7 @@ def _samples(batch: Batch) -> int:
 
 
 def _labelled(batch: Batch, ignore_index: int) -> int:
-    """The number of labelled tokens of a micro-batch, which is thereby checked."""
+    """Check a micro-batch and return its number of labelled tokens."""
     inputs, targets = batch
     if inputs.shape != targets.shape or inputs.numel() == 0:
         raise ValueError(f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}")
@@ -72,7 +72,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _backward_sum(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Tensor:
-    """Add the gradients of the sum (not the mean) over the samples; that sum."""
+    """Backward of the sum (not the mean) over the samples; return the sum."""
     inputs, targets = batch
     loss = _wide(loss_fn(model(inputs), targets)) * len(inputs)
     loss.backward()
@@ -87,7 +87,7 @@ def _backward_share(
     dtype: torch.dtype,
     scaler: GradScaler | None,
 ) -> Tensor:
-    """Add the gradients of `share` times the mean over the samples; that mean, without share."""
+    """Backward of `share` times the mean over the samples; return the mean."""
     inputs, targets = batch
     low = dtype is not torch.float32
     with torch.autocast(inputs.device.type, dtype, enabled=low):
@@ -109,19 +109,14 @@ def _token_nll(model: nn.Module, batch: Batch, ignore_index: int) -> Tensor:
     return -(logits.gather(-1, labels).squeeze(-1) - logits.logsumexp(-1)).sum()
 
 
-def _measure(params: list[Tensor]) -> tuple[Tensor, bool]:
-    """The 2-norm of all gradients together, and whether all are finite.
-
-    The squares are summed in float64, where those of float32 numbers cannot overflow.
-    """
-    grads = [p.grad for p in params if p.grad is not None]
-    square = sum((g.double().square().sum().to(grads[0].device) for g in grads), torch.zeros(()))
-    return square.sqrt(), bool(square.isfinite())
+def _norm(params: list[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together."""
+    return torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm()
 
 
 @contextmanager
 def _without_gradients(params: list[Tensor]) -> Iterator[None]:
-    """Begin with no gradient, and leave none."""
+    """Start without gradients and leave none."""
     _drop_gradients(params)
     try:
         yield
@@ -194,17 +189,16 @@ def train_epoch(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
 
+    params = _held(optimizer)
     source = iter(micro_batches)
     results: list[WindowResult] = []
     for first in source:
-        params = _held(optimizer)  # anew: more may have joined
         with _without_gradients(params):
             samples = 0
             total = torch.zeros((), dtype=torch.float32)
             for batch in chain([first], islice(source, window - 1)):
-                # The gradients are at any moment those of the mean over the samples so far. So the
-                # window's size need not be known before its end, and no micro-batch is ever scaled
-                # higher than it would be alone, which is what float16 can hold.
+                # The gradients are always those of the mean over the samples so far: the window's
+                # size need not be known in advance.
                 new = _samples(batch)
                 _rescale(params, samples / (samples + new))
                 share = new / (samples + new)
@@ -213,8 +207,8 @@ def train_epoch(
                 samples += new
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            norm, finite = _measure(params)
-            finite = finite or dtype is not torch.float16
+            norm = _norm(params)
+            finite = dtype is not torch.float16 or bool(norm.isfinite())
             if finite:
                 if max_norm is not None and norm > max_norm:
                     _rescale(params, max_norm / float(norm))
@@ -258,7 +252,7 @@ def accumulate_on_ranks(
     mine = 0
     try:
         mine = sum(_labelled(batch, ignore_index) for batch in _some(micro_batches))
-    except Exception as error:  # whatever it is: the other ranks wait for this one
+    except Exception as error:  # the other ranks wait for this one
         bad = error
     device = next(model.parameters()).device
     facts = torch.tensor([mine, bad is not None, 1], dtype=torch.int64, device=device)

@@ -22,9 +22,9 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to the mean ove
 
 
 class WindowResult(NamedTuple):
-    loss: Tensor  # the mean over the window's samples: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the window's true gradients before clipping: float32 scalar
-    skipped: bool  # whether an overflow kept the weights as they were
+    loss: Tensor  # the mean over the window's samples: detached float32 scalar, unscaled
+    grad_norm: Tensor  # 2-norm of all gradients, unscaled, before clipping: float32 scalar
+    skipped: bool  # whether an overflow cancelled the step
 
 
 def _count_samples(micro_batches: Sequence[Batch]) -> list[int]:
@@ -62,7 +62,7 @@ def _token_loss_sum(logits: Tensor, targets: Tensor, ignore_index: int) -> Tenso
 
 
 def _backward(loss: Tensor) -> Tensor:
-    """Add the loss's gradients; its value without the graph, which ends with this call."""
+    """Run backward and return the detached loss; the graph is freed with this call."""
     loss.backward()
     return loss.detach()
 
@@ -132,7 +132,7 @@ def train_epoch(
 
     results = []
     iterator = iter(micro_batches)
-    # A window is read whole before its first forward pass: its weights need all of its samples.
+    # A whole window is read before its first forward pass: each weight depends on all its samples.
     while batches := list(itertools.islice(iterator, window)):
         counts = _count_samples(batches)
         try:

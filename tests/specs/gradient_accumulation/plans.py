@@ -1,4 +1,4 @@
-"""The windows of all ranks: what each rank is given, and the law of it."""
+"""The windows of all ranks, and their law."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,7 +57,6 @@ GROUPS = {  # by the clause of the contract
     1: {
         "rank 0 without labels": _unlabelled(((2, 3, 0), (1, 3, 0)), ((3, 4, 12),)),
         "the last without labels": _unlabelled(((2, 5, 6), (1, 2, 2)), ((1, 4, 3), (2, 3, 0))),
-        "rank 1 without labels": _unlabelled(((3, 4, 12), (1, 4, 2)), ((2, 4, 0),)),
     },
     2: {"each rank has a group of its own": Plan(UNEVEN, own_group=True)},
     "Raises": {
@@ -91,7 +90,7 @@ def scenario(name, rank):
 
 
 class RankLaw(Law):
-    """What each rank does, side by side; a run on real ranks is one call."""
+    """What all ranks do; a run on real ranks is one call."""
 
     def hold_on(self, world, answer, clause):
         """Fail unless the answer does as the oracle on every rank, in each plan of the clause."""
@@ -120,7 +119,7 @@ class RankLaw(Law):
         return ERRORS if is_late else super()._clause(difference)
 
     def _suspects(self, answer):
-        """Only what this spec must catch, and nothing that hangs: each takes a run on the ranks."""
+        """The mistakes that this spec must catch, except those that hang: each run takes ranks."""
         found = next(suspects(self.kata, answer))
         yield [s for s in found if "waits in a collective" not in s.entry.says]
 
