@@ -275,7 +275,7 @@ def _check_epoch(
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype}")
     if (scaler is not None and scaler.is_enabled()) != (dtype == torch.float16):
         raise ValueError(f"float16, and only float16, needs a scaler: {dtype} with {scaler}")
-    if max_norm is not None and max_norm <= 0:
+    if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
 
 
@@ -362,7 +362,7 @@ def scaled_lr(lr: float, batch_size: int, new_batch_size: int, *, rule: str) -> 
     Raises:
         any other rule, lr or batch size.
     """
-    if lr <= 0:
+    if not lr > 0:
         raise ValueError(f"lr must be positive, not {lr}")
     for size in (batch_size, new_batch_size):
         if size < 1:

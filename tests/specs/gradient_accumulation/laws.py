@@ -18,6 +18,8 @@ FREE = (
 )
 EPOCH_FREE = (
     ("kept gradients", lambda _, w: "foreign" in w.tags),
+    # A scaler may call a fused optimizer after an overflow, which then skips the step itself.
+    ("optimizer steps|gradients at|rate at|steps taken at", lambda _, w: "fused" in w.tags),
     (_UNDERWAY, lambda _, w: {"planted", "bad micro-batch"} & w.tags),
 )
 _LOSS = "another divisor or dtype, or with its graph"

@@ -12,7 +12,7 @@ from kit.laws.suspects import suspects
 from kit.laws.trace import World, observe
 from specs.gradient_accumulation import oracle
 from specs.gradient_accumulation import tokens as of_tokens
-from specs.gradient_accumulation.laws import FREE, MEANINGS, law
+from specs.gradient_accumulation.laws import FREE, MEANINGS, OF_TOKENS, law
 from specs.gradient_accumulation.scenarios import tag
 from specs.gradient_accumulation.tokens import UNEQUAL, labelled, tokens
 
@@ -145,11 +145,6 @@ def _side_by_side(rows, tags):
     return both | {"_world": world, "_error": None, "outcome": "returns"}
 
 
-OF_RANKS = {
-    "optimizer steps|gradients at": "divisor",
-    "result": "Returns",
-    "kept gradients": "window",
-}
 FOUND = MEANINGS | {
     "gradients at": "another divisor than the tokens of all ranks, old gradients, or DDP's hooks "
     "are bypassed",
@@ -157,6 +152,6 @@ FOUND = MEANINGS | {
     "kept gradients": "this rank has begun its window before it knew of the others",
     "weights": "another step was taken: other tokens or ranks count, or old gradients do",
 }
-ON_RANKS = law(None, oracle.accumulate_on_ranks, tokens, FREE, OF_RANKS, FOUND, RankLaw)
+ON_RANKS = law(None, oracle.accumulate_on_ranks, tokens, FREE, OF_TOKENS, FOUND, RankLaw)
 ON_RANKS.groups = {group: [*plans] for group, plans in GROUPS.items()}
 ON_RANKS.scenarios = dict.fromkeys(PLANS, tokens)

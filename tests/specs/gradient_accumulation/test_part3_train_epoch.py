@@ -1,5 +1,7 @@
 """Windows one after another in float32, in the worlds of scenarios.py, and their bytes."""
 
+import math
+
 import pytest
 import torch
 
@@ -91,6 +93,6 @@ class TestPart3TrainEpoch:
     def test_refuses_options_and_an_empty_epoch_before_anything_is_changed(self):
         for n in (0, -3):
             yield f"window {n}", *refused(option(window=n), mentions=[n])
-        for norm in (-2.5, 0.0):
+        for norm in (-2.5, 0.0, math.nan):
             yield f"max_norm {norm}", *refused(option(max_norm=norm), mentions=[norm])
         yield *scenarios.NOTHING, scenarios.tag("bad micro-batch")

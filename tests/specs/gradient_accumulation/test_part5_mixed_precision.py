@@ -12,7 +12,7 @@ from kit.laws.scenarios import scenarios as tried
 from kit.laws.twists import gradient, option, put, refused, unused
 from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import EPOCH
-from specs.gradient_accumulation.scenarios import HALF
+from specs.gradient_accumulation.scenarios import HALF, tag
 
 DISABLED = {"enabled": False}  # a scaler
 
@@ -88,6 +88,8 @@ class TestPart5MixedPrecision:
     def test_an_overflow_in_any_micro_batch_skips_the_window_and_nothing_else_does(self):
         yield "an infinite gradient at 1", gradient(math.inf)
         yield "a NaN gradient at 7", gradient(math.nan, 7), twists.trained_before
+        fused = put(sgd={"lr": 0.02, "momentum": 0.9, "fused": True}), tag("fused")
+        yield "a fused optimizer", gradient(math.inf, 4), *fused, twists.trained_before
         still = put(sgd={"lr": 0.0, "momentum": 0.9}), option(window=1)
         yield "seven overflows in a row, rate 0", *still, twists.scaled(init_scale=2.0**60)
 
@@ -121,7 +123,8 @@ class TestPart5MixedPrecision:
     def test_scaled_lr_refuses_what_has_no_meaning(self):
         yield "rule 'cubic'", "cubic", 0.1, 4, 8, "cubic"
         for rule in ("linear", "sqrt"):
-            yield f"lr 0.0, {rule}", 0.0, 0.0, 4, 8, rule
+            for lr in (0.0, math.nan):
+                yield f"lr {lr}, {rule}", lr, lr, 4, 8, rule
             for size in (0, -4):
                 yield f"batch_size {size}, {rule}", size, 0.1, size, 8, rule
                 yield f"new_batch_size {size}, {rule}", size, 0.1, 4, size, rule
