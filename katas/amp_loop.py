@@ -1,11 +1,7 @@
 """AMP loop: mixed precision without losing a gradient or a byte.
 
-    untouched  modes, hooks, training flags and data stay as they were, after an error too; no seed
-               is set
-    errors     ValueError unless it says otherwise; each names the offending value and changes
-               nothing
-
-Gradients are dense.
+    untouched  modes, hooks, requires_grad, data and the random seed, after an error too
+    errors     ValueError unless stated otherwise; each names the bad value and changes nothing
 
 Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
 """
@@ -28,13 +24,13 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to a scalar
 class StepResult(NamedTuple):
     """What one training step did."""
 
-    loss: Tensor  # a copy of the true loss: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the true gradients before clipping: float32 scalar
-    skipped: bool  # whether an overflow kept the weights as they were
+    loss: Tensor  # float32 scalar, not scaled, detached
+    grad_norm: Tensor  # float32 scalar: 2-norm of the unscaled gradients, before clipping
+    skipped: bool  # whether an overflow skipped the step
 
 
 class Scaler(Protocol):
-    """What train_step needs of a scaler."""
+    """The methods of a scaler that may be called."""
 
     def scale(self, outputs: Tensor) -> Tensor: ...
     def unscale_(self, optimizer: Optimizer) -> None: ...
@@ -61,35 +57,27 @@ def train_step(
     """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for forward pass and loss, off for the backward pass
-        loss       loss_fn(output.float(), targets); returned unscaled, float32, a detached copy
+        loss       loss_fn(output.float(), targets); returned unscaled, float32, detached
         gradients  of this step alone, unscaled before anything reads them
-        grad_norm  2-norm over all that `optimizer` holds, before clipping
+        grad_norm  2-norm over the optimizer's parameters only, before clipping
         skipped    whether the scaler skipped the step, even if its scale stays
-        memory     activations in 16 bits; no output during backward(); no copied weights stay
+        memory     activations in 16 bits; output freed before backward(); no weight copies kept
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
     Args:
-        model: from inputs to one output.
-        batch: inputs and targets, two tensors of one length above 0, in a tuple or list.
-        loss_fn: from output and targets to a scalar.
-        optimizer: holds what is trained.
-        scaler: needed for float16, None for the others.
+        batch: a tuple or list of two tensors, inputs and targets, of equal length above 0.
+        scaler: required for float16, None otherwise.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: above 0; clips to this norm.
+        max_norm: above 0; longer gradients are clipped to it.
 
     Raises:
-        another dtype, scaler, max_norm or batch.
+        any other batch, scaler, dtype or max_norm.
 
     Details:
-        1. Parameters without a gradient in this step are not stepped.
-        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
-           gradient is open.
-        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
-           factor may be torch's; a norm below 1e-12 may be 0.
-        4. The caller's autocast changes none of this, and its cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
-           next call works.
+        1. Parameters that get no gradient in this step are not stepped.
+        2. `dtype` also holds inside the caller's autocast, whose cache is left empty.
+        3. An error in model, loss or optimizer reaches the caller, and the next call works.
     """
     raise NotImplementedError
 
@@ -98,35 +86,25 @@ def train_step(
 
 
 class LossScaler:
-    """A dynamic loss scaler that behaves as torch.amp.GradScaler.
+    """A dynamic loss scaler that behaves like torch.amp.GradScaler.
 
-        scale     multiplies the scalar loss, a 16-bit one as float32, and keeps its graph
-        unscale_  looks for infinities and NaNs, and divides the optimizer's gradients in place
-        step      unscales if that was not done, then steps unless something was found
+        scale     multiplies the scalar loss, a 16-bit one in float32, and keeps its graph
+        unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
+        step      calls unscale_ if that was not done, then steps unless one was found
         update    scale x backoff_factor after an overflow; scale x growth_factor after
                   `growth_interval` good updates in a row
-        state     plain numbers under GradScaler's keys; each can load the other's
+        state     plain numbers under GradScaler's keys
 
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
-    Args:
-        init_scale: above 0, finite.
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: at least 1.
-
-    Raises:
-        on options out of range, also in a state.
-
     Details:
-        1. Optimizers share the scale: each is skipped for its own overflow only; one update ends
-           the step of all.
+        1. Several optimizers may share a scaler: each skips for its own overflow only, and one
+           update ends the step for all.
         2. A float16 gradient is a ValueError: the model was cast.
-        3. Huge finite gradients are no overflow.
-        4. unscale_ takes less memory than three times the largest gradient.
-        5. A parameter without a gradient is left alone, if another has one.
-        6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
-           after its step, update before either.
+        3. unscale_ allocates less than three times the largest gradient.
+        4. Parameters without a gradient are left alone.
+        5. RuntimeError: a second unscale_ or step for one optimizer before update, unscale_ after
+           its step, update before either.
     """
 
     def __init__(
@@ -151,7 +129,7 @@ class LossScaler:
         raise NotImplementedError
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step, unless they overflowed."""
+        """Step, unless the gradients overflowed."""
         raise NotImplementedError
 
     def update(self) -> None:
@@ -163,7 +141,7 @@ class LossScaler:
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         raise NotImplementedError
 
 
@@ -181,14 +159,14 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    """One train_step a batch, with the same options; results in order.
+    """One train_step per batch, with the same options.
 
-        batches    taken one at a time
-        scheduler  advances after each step that was taken
+        batches    fetched one at a time
+        scheduler  advances after each step that was not skipped
         memory     does not grow with the number of steps
 
-    Raises:
-        as train_step; options before any batch.
+    Returns:
+        the results, in order.
     """
     raise NotImplementedError
 
@@ -200,13 +178,12 @@ def save_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Write what the next step needs to a file.
+    """Write all that the next step needs to a file.
 
-        saved   each argument's state (tensors and plain values), and torch's random state
-        atomic  a failed save leaves the folder as it was; `path` plus a suffix is its own
+        saved  each argument's state (tensors and plain values), and torch's random state
 
-    Args:
-        path: string or path.
+    Details:
+        1. A failed save leaves the folder as it was.
     """
     raise NotImplementedError
 
@@ -223,7 +200,7 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; any error: a part refuses its state.
+        a scaler or scheduler is only saved or only given; any error if a part refuses its state.
     """
     raise NotImplementedError
 
@@ -234,27 +211,21 @@ def load_checkpoint(
 class MasterWeights:
     """Trains a 16-bit model through a float32 copy of its trainable weights.
 
-        masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
-                 `optimizer` is what `make_optimizer` made of them
-        step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded in place. Returns False, and moves nothing, if one is infinite or NaN after
-                 the division
-        memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
-        state    the masters and the optimizer's state, copied or not
-
-    Args:
-        model: its trainable parameters are float16 or bfloat16.
-        make_optimizer: from the list of masters to an optimizer over them.
+        masters  attribute: float32 leaves, one per trainable parameter, in the model's order;
+                 attribute `optimizer`: make_optimizer(masters)
+        step     divides the 16-bit gradients by loss_scale in float32, steps the masters, and
+                 rounds them into the weights in place; returns False and changes nothing if a
+                 divided gradient is infinite or NaN
+        memory   between steps, with Adam 16 bytes per parameter: 2 + 2 + 4 + 8
+        state    the masters and the optimizer's state
 
     Raises:
-        a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; masters of other shapes in a state; any error:
-        its optimizer refuses its state.
+        a trainable parameter that is neither float16 nor bfloat16 (named, with its dtype); a state
+        with masters of other shapes.
 
     Details:
-        1. A frozen parameter has no master and may have any dtype. A tied one has one master.
-        2. A parameter without a gradient is left alone, its moments too.
-        3. Loading copies: steps do not change the loaded state.
+        1. A frozen parameter has no master and may have any dtype; a tied one has one master.
+        2. A parameter without a gradient is left alone.
     """
 
     def __init__(
@@ -263,11 +234,11 @@ class MasterWeights:
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Drop the 16-bit gradients, which `step` leaves."""
+        """Drop the 16-bit gradients, which `step` keeps."""
         raise NotImplementedError
 
     def step(self, loss_scale: float = 1.0) -> bool:
-        """Step, and round; whether the step was taken."""
+        """Step and round; whether the step was taken."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,8 +246,8 @@ class MasterWeights:
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`, and round the masters into the model."""
+        """Continue from a saved state, and round the masters into the weights."""
         raise NotImplementedError
 
 
-# untouched stub 52c57022f78d
+# untouched stub 62baf32eb48a

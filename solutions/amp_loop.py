@@ -1,11 +1,7 @@
 """AMP loop: mixed precision without losing a gradient or a byte.
 
-    untouched  modes, hooks, training flags and data stay as they were, after an error too; no seed
-               is set
-    errors     ValueError unless it says otherwise; each names the offending value and changes
-               nothing
-
-Gradients are dense.
+    untouched  modes, hooks, requires_grad, data and the random seed, after an error too
+    errors     ValueError unless stated otherwise; each names the bad value and changes nothing
 
 Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
 """
@@ -13,7 +9,6 @@ Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -33,13 +28,13 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to a scalar
 class StepResult(NamedTuple):
     """What one training step did."""
 
-    loss: Tensor  # a copy of the true loss: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the true gradients before clipping: float32 scalar
-    skipped: bool  # whether an overflow kept the weights as they were
+    loss: Tensor  # float32 scalar, not scaled, detached
+    grad_norm: Tensor  # float32 scalar: 2-norm of the unscaled gradients, before clipping
+    skipped: bool  # whether an overflow skipped the step
 
 
 class Scaler(Protocol):
-    """What train_step needs of a scaler."""
+    """The methods of a scaler that may be called."""
 
     def scale(self, outputs: Tensor) -> Tensor: ...
     def unscale_(self, optimizer: Optimizer) -> None: ...
@@ -66,35 +61,27 @@ def train_step(
     """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for forward pass and loss, off for the backward pass
-        loss       loss_fn(output.float(), targets); returned unscaled, float32, a detached copy
+        loss       loss_fn(output.float(), targets); returned unscaled, float32, detached
         gradients  of this step alone, unscaled before anything reads them
-        grad_norm  2-norm over all that `optimizer` holds, before clipping
+        grad_norm  2-norm over the optimizer's parameters only, before clipping
         skipped    whether the scaler skipped the step, even if its scale stays
-        memory     activations in 16 bits; no output during backward(); no copied weights stay
+        memory     activations in 16 bits; output freed before backward(); no weight copies kept
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
     Args:
-        model: from inputs to one output.
-        batch: inputs and targets, two tensors of one length above 0, in a tuple or list.
-        loss_fn: from output and targets to a scalar.
-        optimizer: holds what is trained.
-        scaler: needed for float16, None for the others.
+        batch: a tuple or list of two tensors, inputs and targets, of equal length above 0.
+        scaler: required for float16, None otherwise.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: above 0; clips to this norm.
+        max_norm: above 0; longer gradients are clipped to it.
 
     Raises:
-        another dtype, scaler, max_norm or batch.
+        any other batch, scaler, dtype or max_norm.
 
     Details:
-        1. Parameters without a gradient in this step are not stepped.
-        2. A parameter that `optimizer` does not hold is neither stepped nor in the norm. Its
-           gradient is open.
-        3. A huge finite gradient, as 1e30, is no overflow: it has a norm, and is clipped. The
-           factor may be torch's; a norm below 1e-12 may be 0.
-        4. The caller's autocast changes none of this, and its cache keeps no old weights.
-        5. An error in model, loss or optimizer comes through; the scaler counts no step, and the
-           next call works.
+        1. Parameters that get no gradient in this step are not stepped.
+        2. `dtype` also holds inside the caller's autocast, whose cache is left empty.
+        3. An error in model, loss or optimizer reaches the caller, and the next call works.
     """
     _check_options(scaler, dtype, max_norm)
     _check_batch(batch)
@@ -103,72 +90,55 @@ def train_step(
 
     optimizer.zero_grad()
     mixed = dtype != torch.float32
-    # An autocast of the caller keeps its cache: copies of weights in another dtype, or from before
-    # the last step. Without one, leaving ours clears it anyway.
+    # The caller's autocast would keep its cache: weights in another dtype, or from before the last
+    # step. Without one, leaving ours clears it anyway.
     torch.clear_autocast_cache()
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
-        # float(): the gradient of the loss is the scale, infinite in float16. No name for the
-        # output: it would live through the backward pass.
+        # float(): the gradient of the loss is the scale, which overflows float16. The output has
+        # no name: a local variable would keep it alive through the backward pass.
         loss = loss_fn(model(inputs).float(), targets)
 
-    # Outside autocast, the caller's too: backward runs each operation in the dtype that its
-    # forward had.
+    # Outside autocast, the caller's too: backward runs each operation in the dtype of its forward.
     with _outside_autocast(inputs.device.type):
         (loss if scaler is None else scaler.scale(loss)).backward()
-    torch.clear_autocast_cache()  # only now: checkpointed layers have cast once more
+    torch.clear_autocast_cache()
     if scaler is not None:
-        # Unscale before anything looks at the gradients: scaled ones are 65536 times too long,
-        # and clipping those would leave a step of next to nothing.
+        # Unscale before anything looks at the gradients: they are 65536 times too long, and
+        # clipping them now would leave almost nothing of the step.
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = _total_norm(gradients, loss.device)
+    grad_norm = get_total_norm(gradients)
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, grad_norm)
 
-    # A copy: the loss may be part of a batch, or lie where the next one is written.
-    loss = loss.detach().to(torch.float32, copy=True)
+    loss = loss.detach().float()
     if scaler is None:
         optimizer.step()
-        return StepResult(loss, grad_norm.float(), skipped=False)
-    stepped = _step(scaler, optimizer)
-    scaler.update()
-    return StepResult(loss, grad_norm.float(), skipped=not stepped)
+        return StepResult(loss, grad_norm, skipped=False)
+    return StepResult(loss, grad_norm, skipped=not _step(scaler, optimizer))
 
 
 def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
-    """Step through the scaler; whether the optimizer has stepped."""
+    """Step and update the scaler; whether the optimizer has stepped."""
     stepped = False
 
     def note(stepping: Optimizer, *_: object) -> None:
         nonlocal stepped
-        # A fused optimizer is called after an overflow too, and skips by itself.
+        # A fused optimizer is called after an overflow too, and skips inside its kernel.
         stepped = not getattr(stepping, "found_inf", False)
 
     hook = optimizer.register_step_post_hook(note)
     try:
         scaler.step(optimizer)
-    except BaseException:
-        # Left between unscale_ and update, the scaler would refuse the next step.
-        state = scaler.state_dict()
-        scaler.update()
-        scaler.load_state_dict(state)
-        raise
     finally:
         hook.remove()
+        scaler.update()  # after an error too, or the scaler would refuse the next unscale_
     return stepped
 
 
-def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    # In float64: the square of 1e30 is no float32.
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients]
-    nothing = torch.zeros((), dtype=torch.float64, device=device)  # where nothing has a gradient
-    total: Tensor = torch.linalg.vector_norm(torch.stack([nothing, *norms]))
-    return total
-
-
 def _outside_autocast(device: str) -> AbstractContextManager[Any]:
-    # Without an autocast of the caller nothing is entered: checkpointed blocks, which run again in
-    # the backward pass, would leave copies of their weights in it, those of all blocks at once.
+    # Only if the caller has one: in a nested autocast, even one that is off, checkpointed blocks
+    # keep the 16-bit weights that they cast in the backward pass, those of all blocks at once.
     off = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if off else nullcontext()
 
@@ -197,35 +167,25 @@ def _check_batch(batch: Batch) -> None:
 
 
 class LossScaler:
-    """A dynamic loss scaler that behaves as torch.amp.GradScaler.
+    """A dynamic loss scaler that behaves like torch.amp.GradScaler.
 
-        scale     multiplies the scalar loss, a 16-bit one as float32, and keeps its graph
-        unscale_  looks for infinities and NaNs, and divides the optimizer's gradients in place
-        step      unscales if that was not done, then steps unless something was found
+        scale     multiplies the scalar loss, a 16-bit one in float32, and keeps its graph
+        unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
+        step      calls unscale_ if that was not done, then steps unless one was found
         update    scale x backoff_factor after an overflow; scale x growth_factor after
                   `growth_interval` good updates in a row
-        state     plain numbers under GradScaler's keys; each can load the other's
+        state     plain numbers under GradScaler's keys
 
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
-    Args:
-        init_scale: above 0, finite.
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: at least 1.
-
-    Raises:
-        on options out of range, also in a state.
-
     Details:
-        1. Optimizers share the scale: each is skipped for its own overflow only; one update ends
-           the step of all.
+        1. Several optimizers may share a scaler: each skips for its own overflow only, and one
+           update ends the step for all.
         2. A float16 gradient is a ValueError: the model was cast.
-        3. Huge finite gradients are no overflow.
-        4. unscale_ takes less memory than three times the largest gradient.
-        5. A parameter without a gradient is left alone, if another has one.
-        6. RuntimeError: a second unscale_ or step for one optimizer between two updates, unscale_
-           after its step, update before either.
+        3. unscale_ allocates less than three times the largest gradient.
+        4. Parameters without a gradient are left alone.
+        5. RuntimeError: a second unscale_ or step for one optimizer before update, unscale_ after
+           its step, update before either.
     """
 
     def __init__(
@@ -235,33 +195,14 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        self._set(init_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # Since the last update, by id of the optimizer: did its gradients overflow, has it stepped.
-        self._overflow: dict[int, bool] = {}
-        self._stepped: set[int] = set()
-
-    def _set(
-        self,
-        scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        good_steps: int,
-    ) -> None:
-        """Check all, then set all."""
-        if not 0 < scale < math.inf:
-            raise ValueError(f"the scale must be positive and finite, not {scale}")
-        if not growth_factor > 1:
-            raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
-        if not 0 < backoff_factor < 1:
-            raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}")
-        if not growth_interval >= 1:
-            raise ValueError(f"growth_interval must be at least 1, not {growth_interval}")
-        self._scale = scale
+        self._scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
-        self._good_steps = good_steps
+        self._good_steps = 0
+        # Since the last update, by id of the optimizer: did its gradients overflow, has it stepped.
+        self._overflow: dict[int, bool] = {}
+        self._stepped: set[int] = set()
 
     def get_scale(self) -> float:
         """The scale now."""
@@ -269,8 +210,7 @@ class LossScaler:
 
     def scale(self, outputs: Tensor) -> Tensor:
         """The scaled loss."""
-        # Widened first: a float16 loss times 65536 is infinite.
-        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * self._scale
+        return outputs.float() * self._scale  # widened first: a float16 loss would overflow
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale in place."""
@@ -279,16 +219,14 @@ class LossScaler:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
-        # An infinity or a NaN stays in a sum, which reads what the division has just written.
+        # A sum is infinite or NaN if any element is, and takes no copy. All are looked at together:
+        # each look waits for the device.
         sums = [grad.div_(self._scale).sum() for grad in grads]
-        finite = _all_finite(sums)
-        if not finite:  # or a sum of huge finite ones has overflowed, which extremes never do
-            extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]
-            finite = _all_finite(extremes)
+        finite = not sums or bool(torch.stack(sums).isfinite().all())
         self._overflow[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step, unless they overflowed."""
+        """Step, unless the gradients overflowed."""
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() was called for this optimizer since the last update()")
         if id(optimizer) not in self._overflow:
@@ -323,14 +261,12 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._set(
-            state_dict["scale"],
-            state_dict["growth_factor"],
-            state_dict["backoff_factor"],
-            state_dict["growth_interval"],
-            state_dict["_growth_tracker"],
-        )
+        """Continue from a saved state."""
+        self._scale = state_dict["scale"]
+        self._growth_factor = state_dict["growth_factor"]
+        self._backoff_factor = state_dict["backoff_factor"]
+        self._growth_interval = state_dict["growth_interval"]
+        self._good_steps = state_dict["_growth_tracker"]
 
 
 # Part 3
@@ -347,16 +283,15 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    """One train_step a batch, with the same options; results in order.
+    """One train_step per batch, with the same options.
 
-        batches    taken one at a time
-        scheduler  advances after each step that was taken
+        batches    fetched one at a time
+        scheduler  advances after each step that was not skipped
         memory     does not grow with the number of steps
 
-    Raises:
-        as train_step; options before any batch.
+    Returns:
+        the results, in order.
     """
-    _check_options(scaler, dtype, max_norm)
     results = []
     for batch in batches:
         result = train_step(
@@ -376,13 +311,12 @@ def save_checkpoint(
     scaler: Scaler | None = None,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Write what the next step needs to a file.
+    """Write all that the next step needs to a file.
 
-        saved   each argument's state (tensors and plain values), and torch's random state
-        atomic  a failed save leaves the folder as it was; `path` plus a suffix is its own
+        saved  each argument's state (tensors and plain values), and torch's random state
 
-    Args:
-        path: string or path.
+    Details:
+        1. A failed save leaves the folder as it was.
     """
     state: dict[str, Any] = {
         "model": model.state_dict(),
@@ -392,7 +326,7 @@ def save_checkpoint(
         "random": torch.get_rng_state(),
         "cuda_random": torch.cuda.get_rng_state_all(),  # one for each GPU, so often none
     }
-    # Write beside it, then rename: that happens whole or not at all.
+    # Write a second file beside it, then rename: a rename happens completely or not at all.
     partial = Path(f"{os.fspath(path)}.partial")
     try:
         torch.save(state, partial)
@@ -413,7 +347,7 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; any error: a part refuses its state.
+        a scaler or scheduler is only saved or only given; any error if a part refuses its state.
     """
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, given in (("scaler", scaler), ("scheduler", scheduler)):
@@ -421,31 +355,20 @@ def load_checkpoint(
             raise ValueError(f"the checkpoint has {name} {state[name]}, and {given} was given")
     every = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
     parts: dict[str, Any] = {name: part for name, part in every.items() if part is not None}
-    _load(parts, state)
-    torch.set_rng_state(state["random"])  # dropout goes on from the same draw
-    torch.cuda.set_rng_state_all(state["cuda_random"][: torch.cuda.device_count()])
-
-
-def _all_finite(numbers: list[Tensor]) -> bool:
-    """Waits for the device, once for all."""
-    return not numbers or bool(torch.stack(numbers).isfinite().all())
-
-
-def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    """Load each part; where one refuses, all are as before."""
     before = {name: part.state_dict() for name, part in parts.items()}
-    # A model writes into its weights, so they are copied: as many bytes as gradients take later.
-    # The others put new objects in the place of the old ones.
-    if "model" in before:
-        before["model"] = copy.deepcopy(before["model"])
+    # A model copies into its weights, so these are saved: as many bytes as the gradients will take.
+    # The other parts replace their state by new objects.
+    before["model"] = copy.deepcopy(before["model"])
     try:
         for name, part in parts.items():
-            part.load_state_dict(states[name])
+            part.load_state_dict(state[name])
     except BaseException:
-        # A model loads what fits before it refuses the rest, and the optimizer may refuse after it.
-        for each, part in parts.items():
-            part.load_state_dict(before[each])
+        # A model loads what fits before it refuses the rest, and the optimizer comes after it.
+        for name, part in parts.items():
+            part.load_state_dict(before[name])
         raise
+    torch.set_rng_state(state["random"])  # dropout continues with the same draws
+    torch.cuda.set_rng_state_all(state["cuda_random"][: torch.cuda.device_count()])
 
 
 # Part 4, the stretch
@@ -454,27 +377,21 @@ def _load(parts: dict[str, Any], states: dict[str, Any]) -> None:
 class MasterWeights:
     """Trains a 16-bit model through a float32 copy of its trainable weights.
 
-        masters  attribute: float32 leaves, one a trainable parameter, in the model's order;
-                 `optimizer` is what `make_optimizer` made of them
-        step     float32 training with the 16-bit gradients / loss_scale; the model is the masters,
-                 rounded in place. Returns False, and moves nothing, if one is infinite or NaN after
-                 the division
-        memory   between steps, after an error too, with Adam 16 bytes a parameter: 2 + 2 + 4 + 8
-        state    the masters and the optimizer's state, copied or not
-
-    Args:
-        model: its trainable parameters are float16 or bfloat16.
-        make_optimizer: from the list of masters to an optimizer over them.
+        masters  attribute: float32 leaves, one per trainable parameter, in the model's order;
+                 attribute `optimizer`: make_optimizer(masters)
+        step     divides the 16-bit gradients by loss_scale in float32, steps the masters, and
+                 rounds them into the weights in place; returns False and changes nothing if a
+                 divided gradient is infinite or NaN
+        memory   between steps, with Adam 16 bytes per parameter: 2 + 2 + 4 + 8
+        state    the masters and the optimizer's state
 
     Raises:
-        a trainable parameter of another dtype (with its name and dtype), or none at all; a
-        loss_scale that is not positive and finite; masters of other shapes in a state; any error:
-        its optimizer refuses its state.
+        a trainable parameter that is neither float16 nor bfloat16 (named, with its dtype); a state
+        with masters of other shapes.
 
     Details:
-        1. A frozen parameter has no master and may have any dtype. A tied one has one master.
-        2. A parameter without a gradient is left alone, its moments too.
-        3. Loading copies: steps do not change the loaded state.
+        1. A frozen parameter has no master and may have any dtype; a tied one has one master.
+        2. A parameter without a gradient is left alone.
     """
 
     def __init__(
@@ -484,26 +401,22 @@ class MasterWeights:
         for name, p in trainable.items():
             if p.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} must be float16 or bfloat16, not {p.dtype}")
-        if not trainable:
-            raise ValueError(f"{type(model).__name__} has no trainable parameter")
         self._weights = list(trainable.values())
         self.masters = [p.detach().float().requires_grad_() for p in self._weights]
         self.optimizer = make_optimizer(self.masters)
 
     def zero_grad(self) -> None:
-        """Drop the 16-bit gradients, which `step` leaves."""
+        """Drop the 16-bit gradients, which `step` keeps."""
         for weight in self._weights:
             weight.grad = None
 
     @torch.no_grad()
     def step(self, loss_scale: float = 1.0) -> bool:
-        """Step, and round; whether the step was taken."""
-        if not 0 < loss_scale < math.inf:
-            raise ValueError(f"loss_scale must be positive and finite, not {loss_scale}")
+        """Step and round; whether the step was taken."""
         try:
             for weight, master in zip(self._weights, self.masters, strict=True):
                 if weight.grad is not None:
-                    # Widen first: divided in 16 bits, what the scale has saved would underflow now.
+                    # Widen first: in 16 bits the division would underflow.
                     master.grad = weight.grad.float() / loss_scale
             grads = [master.grad for master in self.masters if master.grad is not None]
             if not all(bool(grad.isfinite().all()) for grad in grads):
@@ -521,16 +434,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`, and round the masters into the model."""
+        """Continue from a saved state, and round the masters into the weights."""
         saved = state_dict["masters"]
         shapes = [[tuple(m.shape) for m in masters] for masters in (saved, self.masters)]
         if shapes[0] != shapes[1]:
-            # Not only how many: copy_ would spread one number over a whole master.
-            raise ValueError(f"{len(saved)} masters of {shapes[0]} for those of {shapes[1]}")
-        # First, as it may refuse too. An optimizer takes the tensors of a state as they are, and
-        # would go on in the saved ones.
-        state = copy.deepcopy(state_dict["optimizer"])
-        _load({"optimizer": self.optimizer}, {"optimizer": state})
+            # Not only how many: copy_ would broadcast one number over a whole master.
+            raise ValueError(f"masters of shapes {shapes[0]}, but the model has {shapes[1]}")
+        self.optimizer.load_state_dict(state_dict["optimizer"])
         for weight, master, value in zip(self._weights, self.masters, saved, strict=True):
             master.copy_(value)
             weight.copy_(master)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import io
 from functools import partial
-from math import inf, nan
+from math import nan
 
 import torch
 from torch import nn
 
 from kit.laws import draw
-from kit.laws.again import fails_once
 from kit.laws.equal import same
 from kit.laws.scenarios import scenarios
 from kit.laws.scripts import play
 from kit.laws.trace import kept
-from kit.private_torch import tree_map
 from specs.amp_loop.laws import held, laid_otherwise
 
 SGD = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.003)
-TINY = partial(torch.optim.SGD, lr=2.0**-126)
 SMALL = partial(torch.optim.SGD, lr=2.0**-12)
 GROUPS = lambda masters: SGD([{"params": masters[1:]}, {"params": masters[:1], "lr": 0.5}])  # noqa: E731
 
@@ -61,8 +58,6 @@ class Twin:
             weight.grad = None
 
     def step(self, scale=1.0):
-        if not 0 < scale < inf:
-            raise ValueError(scale)
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float() / scale
         if not all(m.grad.isfinite().all() for m in self.masters if m.grad is not None):
@@ -77,7 +72,7 @@ class Side:
     """A model with its trainer, and what scripts call."""
 
     def __init__(self, make, build, optimizer):
-        self.model, self.saved = build(), None
+        self.model = build()
         # As who has them from before sees them: a flat buffer, a CUDA graph.
         self.views = [p.detach() for p in trainable(self.model)]
         self.make = partial(make, self.model, optimizer)
@@ -95,32 +90,16 @@ class Side:
             grad = trainable(self.model)[at].grad
             grad[(-1,) * grad.dim()] = bad
 
-    def fail(self):
-        fails_once(self.optimizer)
-
     def reload(self):
         """A new trainer goes on from a file, with a model whose weights are lost."""
-        state = self.optimizer.state_dict()
-        self.saved = kept({"masters": self.masters, "optimizer": state})
-        if not isinstance(self.trainer, Twin):
-            torch.save(self.state_dict(), file := io.BytesIO())
-            file.seek(0)
-            self.saved = torch.load(file, map_location="cpu", weights_only=True)
-            for weight in trainable(self.model):
-                weight.data.mul_(2)
-            self.trainer = self.make()
-            self.load_state_dict(self.saved)
-
-    def load(self):
-        """The same trainer loads its own state; whether its optimizer is still the same one."""
-        optimizer = self.optimizer
-        if not isinstance(self.trainer, Twin):
-            self.load_state_dict(kept(self.state_dict()))
-        return self.optimizer is optimizer
-
-    def loaded(self):
-        """What was read from the file, to the CPU, now."""
-        return tree_map(lambda v: v.cpu() if torch.is_tensor(v) else v, kept(self.saved))
+        if isinstance(self.trainer, Twin):
+            return
+        torch.save(self.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        for weight in trainable(self.model):
+            weight.data.mul_(2)
+        self.trainer = self.make()
+        self.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def seen(self):
         plain, params = isinstance(self.trainer, Twin), dict(self.model.named_parameters())

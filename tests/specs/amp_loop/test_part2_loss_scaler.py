@@ -19,12 +19,6 @@ from kit.memory.ruler import measure
 from specs.amp_loop.laws import held, laid_otherwise
 
 GROWING = {"init_scale": 8.0, "growth_interval": 2}
-OUT_OF_RANGE = {
-    "init_scale": (0.0, -4.0, float("inf"), nan),  # not math's own object
-    "growth_factor": (1.0, 0.5, nan),
-    "backoff_factor": (1.0, 1.5, 0.0, -0.5, nan),
-    "growth_interval": (0, -1),
-}
 SHAPES = ((7,), (2, 2), ())  # of an optimizer's parameters, in two groups
 COUNT = 7 + 4 + 1
 
@@ -33,7 +27,7 @@ class Side:
     """A scaler, the optimizers a and b that it is called with, and what scripts call."""
 
     def __init__(self, make, device, shapes=SHAPES, **options):
-        self.make, self.device, self.loaded, self.first = make, device, None, None
+        self.make, self.device, self.loaded = make, device, None
         self.start(make(**options))
         self.a, self.b = self.optimizer(shapes), self.optimizer()
 
@@ -79,14 +73,6 @@ class Side:
         self.start(new)
         self.loaded = state
 
-    def back(self):
-        """Go back to the state that the first update has left, as after a divergence."""
-        self.scaler.load_state_dict(self.first)
-
-    def update(self):
-        self.scaler.update()
-        self.first = self.first or self.state_dict()
-
     def seen(self):
         params = [*held(self.a), *held(self.b)]
         grads = [p.grad if p.grad is None else p.grad.nan_to_num(7, 7, 7) for p in params]
@@ -126,10 +112,10 @@ class TestPart2LossScaler:
         yield "one step", "backward(a); unscale_(a); step(a); update()"
 
     @pytest.mark.exact("LossScaler", "scale")
-    @agrees("a Python number does not widen a 16-bit loss, or a float64 one is narrowed")
+    @agrees("a Python number does not widen a 16-bit loss")
     def test_scales_in_float32(self):
-        """1.1 times 70001 is infinite in float16; float32 has seven of float64's digits."""
-        for dtype in ("float32", "bfloat16", "float16", "float64"):
+        """1.1 times 70001 is infinite in float16."""
+        for dtype in ("float32", "bfloat16", "float16"):
             for scale in (70001.0, 1.0):
                 yield f"{dtype}, scale {scale}", f"scaled({dtype!r})", {"init_scale": scale}
 
@@ -165,13 +151,11 @@ class TestPart2LossScaler:
         """Saved in the middle of good steps, loaded into one with other options, or torch's."""
         options = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
         before, after = rounds(None, inf, None, None), rounds(None, None, inf, None, None)
-        for loads in ("reload()", "reload('torch')", "reload('torch'); reload()"):
-            yield loads, f"{before}; {loads}; {after}", options
+        for load in ("reload()", "reload('torch')"):
+            yield load, f"{before}; {load}; {after}", options
         yield "the defaults", "update()", {}
-        again = "scaled('float32'); back(); scaled('float32')"
-        yield "back to an earlier state", f"{before}; {again}; {after}", options
 
-    @pytest.mark.saves("LossScaler", 4)
+    @pytest.mark.saves("LossScaler", 3)
     @bar(
         "peak of unscale_ above its baseline",
         "3 x one gradient of eight",
@@ -226,20 +210,14 @@ class TestPart2LossScaler:
         cause = "the refused call has left a trace"
         check_raises(side.update, RuntimeError, when="for an update after it", cause=cause)
 
-    @pytest.mark.survives("LossScaler", 3)
-    @agrees("a sum or a norm is looked at")
-    def test_huge_but_finite_gradients_are_no_overflow(self):
-        """Four times 3e38 is above float32's largest; each of them is not."""
-        yield "3e38", "backward(a, value=1.5e38); step(a); update()", {"init_scale": 2.0}
-
-    @pytest.mark.survives("LossScaler", 5)
+    @pytest.mark.survives("LossScaler", 4)
     @agrees("a parameter without a gradient is stepped, or ends the step")
     def test_leaves_parameters_without_a_gradient_alone(self):
         for missing, bad in product(range(3), (None, inf)):
             middle = f"backward(a, {bad}, missing={missing}); step(a); update()"
             yield f"none for {missing}, {bad}", f"{rounds(None)}; {middle}; {rounds(None)}"
 
-    @pytest.mark.survives("LossScaler", 6)
+    @pytest.mark.survives("LossScaler", 5)
     @agrees("what was done since the last update is not kept for each optimizer")
     def test_refuses_calls_out_of_order(self):
         """Any two calls, after an overflow too; with a step of another or an update between."""
@@ -247,20 +225,3 @@ class TestPart2LossScaler:
             for first, last in product(("unscale_(a)", "step(a)", "update()"), repeat=2):
                 script = f"backward(a, {bad}); backward(b); {first}; {between}{last}"
                 yield f"{first}; {between}{last}, {bad}", script
-
-    @pytest.mark.survives("LossScaler", "Raises")
-    def test_refuses_options_out_of_range(self, answer):
-        """In a state too, where the other numbers are new: then nothing is loaded."""
-        scaler, other = answer.LossScaler(**GROWING), answer.LossScaler(4.0, 3.0, 0.25, 7)
-        before, state = scaler.state_dict(), other.state_dict()
-        cause = "numbers are set one by one, before the last is in range"
-        for option, values in OUT_OF_RANGE.items():
-            for value in values:
-                make = partial(answer.LossScaler, **{option: value})
-                check_raises(make, ValueError, mentions=[value], when=f"for {option}={value}")
-                key = option.removeprefix("init_")
-                load = partial(scaler.load_state_dict, state | {key: value})
-                when = f"for a state with {key}={value}"
-                check_raises(load, ValueError, mentions=[value], when=when)
-                what = f"the scaler, refused a state with {key}={value}"
-                check_equal(scaler.state_dict(), before, what, cause=cause, clause=ERRORS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import Adam, NAdam
+from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from kit.laws import draw, twists
@@ -19,9 +19,9 @@ from kit.laws.precisions import scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import Block, mlp, mse, text_batches
 from kit.laws.trace import World, kept
-from kit.laws.twists import bad_batches, fails, gradient, option, put, refused
+from kit.laws.twists import fails, gradient, option, put
 from kit.memory.ruler import measure
-from specs.amp_loop.laws import RUN, bad_options, train
+from specs.amp_loop.laws import RUN, train
 
 
 def run(precision, device):
@@ -67,7 +67,6 @@ OTHERS = {
     "a layer more": lambda w: w.model.append(nn.Linear(2, 2).to(w.device)),
     "a wider last layer": lambda w: w.model.__setitem__(3, nn.Linear(9, 3).to(w.device)),
     "five parameters": lambda w: vars(w).update(optimizer=Adam([*w.leaves.values()][:5])),
-    "another optimizer": lambda w: vars(w).update(optimizer=NAdam(w.leaves.values())),
     "another schedule": lambda w: vars(w).update(scheduler=LambdaLR(w.optimizer, [lambda n: 1])),
 }
 
@@ -164,15 +163,6 @@ class TestPart3Train:
         two = peak(reference, 2)
         return peak, 1.05 * two, two + 10 * 2 * 256 * 16 * 4
 
-    @pytest.mark.survives("train", "Raises")
-    @RUN.spec()
-    def test_refuses_what_train_step_refuses(self):
-        """The batch before a bad one counts; options are refused before a batch is asked for."""
-        yield from bad_batches(at=1)
-        for name, twist, named in bad_options():
-            yield name, *refused(twist, fails("batch"), mentions=[named])
-        yield "float64, and no batches", *refused(put(dtype=torch.float64), put(batches=[]))
-
     @pytest.mark.survives("train", "untouched")
     @RUN.spec("fp32", "fp16")
     def test_an_error_ends_the_run(self):
@@ -189,29 +179,29 @@ class TestPart3Train:
         answer.save_checkpoint("run.pt", *parts(world))
         check_equal(world.now(), before, "the run after a save", cause="the save changes it")
 
-    @pytest.mark.survives("save_checkpoint", "atomic")
+    @pytest.mark.survives("save_checkpoint", 1)
     def test_a_failed_save_leaves_the_file_from_before(self, answer, device, tmp_path):
         """The disk is full at any moment, pickling fails, Ctrl-C, or the rename fails."""
         world, path = run("fp16", device), tmp_path / "run.pt"
-        (tmp_path / "best.pt.tmp").write_bytes(b"mine")  # what looks like half a file may be whole
         with folders_apart():
             answer.save_checkpoint(path, *parts(world))
         whole = path.read_bytes()
         go_on(world, 0, 2)
         cause = "half a file is left, or the old one is gone or in pieces: write beside, rename"
-        kinds = {whole: "whole", b"mine": "another's"}
         for was, failure in product(({"run.pt": "whole"}, {}), FAILURES):
             path.write_bytes(whole) if was else path.unlink(missing_ok=True)
             with failing(failure, world.model, len(whole)):
                 answer.save_checkpoint(path, *parts(world))
-            files = {f.name: kinds.get(f.read_bytes(), "half") for f in tmp_path.iterdir()}
+            files = {
+                file.name: "whole" if file.read_bytes() == whole else "half"
+                for file in tmp_path.iterdir()
+            }
             room = f"room for {failure} quarters of the file"
             how = room if isinstance(failure, int) else getattr(failure, "__name__", failure)
             what = f"the folder after a failed {'later' if was else 'first'} save ({how})"
-            want = {"best.pt.tmp": "another's"} | was
-            more = files.items() > want.items() and files.keys() - want.keys() != {"run.pt"}
             left = "what it wrote on the way is left: remove it, whatever ends the save"
-            check_equal(files, want, what, cause=cause, suspects={left: files} if more else {})
+            is_left = files.items() > was.items() and files.keys() - was.keys() != {"run.pt"}
+            check_equal(files, was, what, cause=cause, suspects={left: files} if is_left else {})
 
     @pytest.mark.survives("load_checkpoint", "Raises")
     def test_refuses_to_load_into_another_run(self, answer, device, tmp_path):

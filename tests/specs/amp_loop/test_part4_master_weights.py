@@ -15,7 +15,7 @@ from kit.laws.scripts import play
 from kit.laws.toys import mlp
 from kit.laws.trace import kept
 from kit.memory.ruler import bytes_of, measure
-from specs.amp_loop.masters import ADAM, GROUPS, SGD, SMALL, TINY, Side, agrees, layer, tangled
+from specs.amp_loop.masters import ADAM, GROUPS, SGD, SMALL, Side, agrees, layer, tangled
 
 
 class TestPart4MasterWeights:
@@ -43,15 +43,12 @@ class TestPart4MasterWeights:
         small = "backward(2**-14); step(2.0**16)"
         yield "2**-14 / 2**16 is no float16", small, ADAM, partial(layer, torch.float16)
         yield "3e38 / 2**-8 is an infinity", "backward(3e38); step(2**-8)"
-        yield "3e38 is none, and a sum or a norm of many", "backward(3e38); step()", TINY
 
     @pytest.mark.exact("MasterWeights", "masters")
     @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
     def test_masters_are_float32_leaves(self):
         script = "backward(); step(); reload(); backward(); step()"
         yield "in groups", script, GROUPS
-        script = "backward(); step(); fail(); load(); step(); step()"
-        yield "after a load, with a hook on the optimizer", script, ADAM
 
     @pytest.mark.exact("MasterWeights", "state")
     @agrees("masters are made anew from 16-bit weights, or the optimizer's state is lost")
@@ -107,50 +104,22 @@ class TestPart4MasterWeights:
             name = f"{'an overflow' if bad else 'a step'}{call and ', a reload'}"
             yield f"{name}, then none for parameter {missing}", script, (SGD, ADAM)[missing]
 
-    @pytest.mark.survives("MasterWeights", 3)
-    @agrees("masters or moments that were loaded are those of the file, not copies")
-    def test_a_loaded_state_is_copied(self):
-        script = "backward(); step(); reload(); backward(); step(); loaded()"
-        yield "a step after a load, Adam", script, ADAM
-        yield "a step after a load, groups", script, GROUPS
-
-    @pytest.mark.survives("MasterWeights", "Raises")
-    @agrees("no check refuses this input, or too late")
-    def test_refuses_a_loss_scale_that_is_not_positive_and_finite(self):
-        """Also where a gradient has overflowed: a scale that was halved too often is 0."""
-        for scale, bad in product(("0.0", "-8.0", "2 * inf", "nan"), (None, inf)):
-            script = f"backward(1, {bad}); step({scale}); step()"  # not math's own object
-            yield f"scale {scale}, a gradient of {bad or 1}", script
-
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer):
-        """Nor one that has nothing to train, where the optimizer has a parameter of its own."""
-        make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
-        mixed = nn.Sequential(layer(), nn.LayerNorm(3))
-        for model, words in (mixed, ["1.weight", "float32"]), (nn.ReLU(), []):
-            call = partial(answer.MasterWeights, model, make)
-            check_raises(call, ValueError, mentions=words, when=f"for {model}")
+        make = partial(answer.MasterWeights, nn.Sequential(layer(), nn.LayerNorm(3)), SGD)
+        check_raises(make, ValueError, mentions=["1.weight", "float32"], when="for LayerNorm")
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    def test_refuses_a_state_of_other_masters_or_another_optimizer(self, answer):
-        """A number or a row would be spread over a whole master by copy_."""
-
-        def saved_with(optimizer):
-            play(other := Side(answer.MasterWeights, layer, optimizer), "backward(); step()")
-            return kept(other.state_dict())
-
-        side, saved = Side(answer.MasterWeights, layer, ADAM), saved_with(ADAM)
-        before, others = side.seen(), []
-        for what, make in (("two groups", GROUPS), ("SGD", SGD)):
-            bad = {"optimizer": saved_with(make)["optimizer"]}
-            others.append((f"a state of {what}", bad, Exception))
+    def test_refuses_a_state_with_masters_of_other_shapes(self, answer):
+        """copy_ would broadcast a number or a row over a whole master."""
+        side = Side(answer.MasterWeights, layer, ADAM)
+        play(side, "backward(); step()")
+        before, state = side.seen(), kept(side.state_dict())
         for shapes, *named in ([(3, 5)],), ([(3, 5), (1,)], "1"), ([(5, 3), (3,)], "5, 3"):
-            bad = {"masters": [*map(torch.zeros, shapes)]}
-            others.append((f"masters of {shapes}, not (3, 5) and (3,)", bad, ValueError, *named))
-        for what, bad, errors, *named in others:
-            call = partial(side.load_state_dict, saved | bad)
-            cause = "shapes are not compared: only a number of masters, or of elements, or nothing"
-            check_raises(call, errors, mentions=named, when=f"for {what}", cause=cause)
-            cause = "masters are checked too late, or something is loaded before another refuses"
-            told = f"the trainer that has refused {what}"
-            check_equal(side.seen(), before, told, cause=cause, clause=ERRORS)
+            what = f"masters of shapes {shapes}, not (3, 5) and (3,)"
+            load = partial(side.load_state_dict, state | {"masters": [*map(torch.zeros, shapes)]})
+            cause = "only the number of masters or of elements is compared, or nothing"
+            check_raises(load, ValueError, mentions=named, when=f"for {what}", cause=cause)
+            cause = "masters are checked after something has been loaded"
+            what = f"the trainer that has refused {what}"
+            check_equal(side.seen(), before, what, cause=cause, clause=ERRORS)
