@@ -76,7 +76,7 @@ def train_step(
 
     Details:
         1. Parameters that get no gradient in this step are not stepped.
-        2. `dtype` also holds inside the caller's autocast, whose cache is left empty.
+        2. The step is the same inside an autocast of the caller.
         3. An error in model, loss or optimizer reaches the caller, and the next call works.
     """
     raise NotImplementedError
@@ -250,4 +250,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 62baf32eb48a
+# untouched stub 4ca91a7783ce

@@ -80,7 +80,7 @@ def train_step(
 
     Details:
         1. Parameters that get no gradient in this step are not stepped.
-        2. `dtype` also holds inside the caller's autocast, whose cache is left empty.
+        2. The step is the same inside an autocast of the caller.
         3. An error in model, loss or optimizer reaches the caller, and the next call works.
     """
     _check_options(scaler, dtype, max_norm)
@@ -90,8 +90,8 @@ def train_step(
 
     optimizer.zero_grad()
     mixed = dtype != torch.float32
-    # The caller's autocast would keep its cache: weights in another dtype, or from before the last
-    # step. Without one, leaving ours clears it anyway.
+    # Inside an autocast of the caller its cache goes on: with weights in another dtype, or from
+    # before the last step.
     torch.clear_autocast_cache()
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=mixed):
         # float(): the gradient of the loss is the scale, which overflows float16. The output has
@@ -101,7 +101,6 @@ def train_step(
     # Outside autocast, the caller's too: backward runs each operation in the dtype of its forward.
     with _outside_autocast(inputs.device.type):
         (loss if scaler is None else scaler.scale(loss)).backward()
-    torch.clear_autocast_cache()
     if scaler is not None:
         # Unscale before anything looks at the gradients: they are 65536 times too long, and
         # clipping them now would leave almost nothing of the step.

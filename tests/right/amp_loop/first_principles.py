@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
 import os
 import uuid
 from collections.abc import Callable, Iterable
@@ -20,9 +19,9 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to a scalar
 
 
 class StepResult(NamedTuple):
-    loss: Tensor  # the true loss: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the true gradients before clipping: float32 scalar
-    skipped: bool  # whether an overflow kept the weights as they were
+    loss: Tensor  # float32 scalar, not scaled, detached
+    grad_norm: Tensor  # float32 scalar: 2-norm of the unscaled gradients, before clipping
+    skipped: bool  # whether an overflow skipped the step
 
 
 class Scaler(Protocol):
@@ -53,11 +52,10 @@ def _any_nonfinite(grads: Iterable[Tensor]) -> bool:
 
 
 def _norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm over all gradients, in float64: the square of a huge float32 is no float32."""
+    """The 2-norm over all gradients, summed in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
-        norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64)
-        total += norm.square().to(device)
+        total += grad.detach().double().square().sum().to(device)
     return total.sqrt()
 
 
@@ -110,14 +108,11 @@ def train_step(
     params = _held_params(optimizer)
     for param in params:
         param.grad = None
-    try:
-        torch.clear_autocast_cache()  # the caller's: it outlives the weights
-        with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
-            loss = loss_fn(model(inputs).float(), targets).float()
-        with torch.autocast(kind, enabled=False):
-            (loss if scaler is None else scaler.scale(loss)).backward()
-    finally:
-        torch.clear_autocast_cache()  # and ours, after an error too
+    torch.clear_autocast_cache()  # the caller's: it outlives the weights
+    with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
+        loss = loss_fn(model(inputs).float(), targets).float()
+    with torch.autocast(kind, enabled=False):
+        (loss if scaler is None else scaler.scale(loss)).backward()
 
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -137,20 +132,13 @@ def train_step(
         hook = optimizer.register_step_post_hook(
             lambda opt, args, kwargs: moved.append(not getattr(opt, "found_inf", False))
         )
-        counts = scaler.state_dict()
         try:
             scaler.step(optimizer)
-        except BaseException:
-            # The step is over for the scaler too, and counts for nothing.
-            scaler.update()
-            scaler.load_state_dict(counts)
-            raise
         finally:
             hook.remove()
-        scaler.update()
+            scaler.update()  # the step is over for the scaler too
         skipped = not any(moved)
-    # A clone: the loss may be a view of something larger.
-    return StepResult(loss.detach().reshape(()).clone(), norm.float(), skipped)
+    return StepResult(loss.detach(), norm.float(), skipped)
 
 
 # Part 2
@@ -170,27 +158,13 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        self._start(init_scale, growth_factor, backoff_factor, growth_interval, 0)
+        # Never written to: a graph may have saved it.
+        self._scale = torch.tensor(float(init_scale), dtype=torch.float32)
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval, self._good_steps = growth_interval, 0
         # Since the last update: where each optimizer stands, and whether it saw an overflow.
         self._stages: dict[Optimizer, _Stage] = {}
         self._overflow: dict[Optimizer, bool] = {}
-
-    def _start(
-        self, first: float, growth: float, backoff: float, interval: int, good_steps: int
-    ) -> None:
-        scale = torch.tensor(float(first), dtype=torch.float32)
-        if not (scale > 0 and scale.isfinite()):
-            raise ValueError(f"the scale must be a positive float32, not {first!r}")
-        if not growth > 1:
-            raise ValueError(f"growth_factor must be above 1, not {growth!r}")
-        if not 0 < backoff < 1:
-            raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff!r}")
-        if not interval >= 1:
-            raise ValueError(f"growth_interval must be at least 1, not {interval!r}")
-        # Tensors of the state are replaced, never written to: a graph may have saved the scale.
-        self._scale, self._good_steps = scale, good_steps
-        self._growth_factor, self._backoff_factor = growth, backoff
-        self._growth_interval = interval
 
     def get_scale(self) -> float:
         return self._scale.item()
@@ -257,8 +231,11 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-        self._start(*(state_dict[name] for name in names))
+        self._scale = torch.tensor(float(state_dict["scale"]), dtype=torch.float32)
+        self._growth_factor = state_dict["growth_factor"]
+        self._backoff_factor = state_dict["backoff_factor"]
+        self._growth_interval = state_dict["growth_interval"]
+        self._good_steps = state_dict["_growth_tracker"]
 
 
 # Part 3
@@ -275,7 +252,6 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    _check_settings(scaler, dtype, max_norm)
     results = []
     for batch in batches:
         result = train_step(
@@ -360,8 +336,6 @@ class MasterWeights:
         self, model: nn.Module, make_optimizer: Callable[[list[Tensor]], Optimizer]
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError(f"{type(model).__name__} has no trainable parameter")
         for name, param in named:
             if param.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} is {param.dtype}, not torch.float16 or torch.bfloat16")
@@ -379,8 +353,6 @@ class MasterWeights:
             param.grad = None
 
     def step(self, loss_scale: float = 1.0) -> bool:
-        if not 0 < loss_scale < math.inf:
-            raise ValueError(f"loss_scale must be positive and finite, not {loss_scale!r}")
         moving = [
             (p, m) for p, m in zip(self._params, self.masters, strict=True) if p.grad is not None
         ]
@@ -414,13 +386,7 @@ class MasterWeights:
                 raise ValueError(
                     f"master {index} is {tuple(old.shape)}, but {tuple(now.shape)} in the model"
                 )
-        # A copy: an optimizer goes on with the very tensors that it loads.
-        before = self.optimizer.state_dict()
-        try:
-            self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))
-        except LookupError as error:
-            self.optimizer.load_state_dict(before)
-            raise ValueError(f"a state of another optimizer, without {error}") from error
+        self.optimizer.load_state_dict(state_dict["optimizer"])
         with torch.no_grad():
             for old, now in zip(saved, self.masters, strict=True):
                 now.copy_(old)

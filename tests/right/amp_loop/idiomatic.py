@@ -21,9 +21,9 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # (output, targets) to a scalar
 
 
 class StepResult(NamedTuple):
-    loss: Tensor  # the true loss: float32 scalar, not scaled, without a graph
-    grad_norm: Tensor  # 2-norm of the true gradients before clipping: float32 scalar
-    skipped: bool  # whether an overflow kept the weights as they were
+    loss: Tensor  # float32 scalar, not scaled, detached
+    grad_norm: Tensor  # float32 scalar: 2-norm of the unscaled gradients, before clipping
+    skipped: bool  # whether an overflow skipped the step
 
 
 class Scaler(Protocol):
@@ -68,11 +68,9 @@ def _grads(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """2-norm in float64: in float32 the squares of finite gradients may be infinite."""
     if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in grads]
-    return torch.linalg.vector_norm(torch.stack(norms))
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
 
 def train_step(
@@ -92,21 +90,14 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
 
     amp = dtype != torch.float32
-    with contextlib.ExitStack() as stack:
-        torch.clear_autocast_cache()  # the caller's: it outlives the weights
-        stack.callback(torch.clear_autocast_cache)
-        stack.enter_context(
-            torch.autocast(inputs.device.type, dtype=dtype if amp else None, enabled=amp)
-        )
+    torch.clear_autocast_cache()  # the caller's: it outlives the weights
+    with torch.autocast(inputs.device.type, dtype=dtype if amp else None, enabled=amp):
         loss = loss_fn(model(inputs).float(), targets)
     loss = loss.float()
     true_loss = loss.detach().clone()
 
-    try:
-        with torch.autocast(inputs.device.type, enabled=False):
-            (loss if scaler is None else scaler.scale(loss)).backward()
-    finally:
-        torch.clear_autocast_cache()  # checkpointed layers have cast once more
+    with torch.autocast(inputs.device.type, enabled=False):
+        (loss if scaler is None else scaler.scale(loss)).backward()
     if scaler is not None:
         scaler.unscale_(optimizer)
 
@@ -114,26 +105,18 @@ def train_step(
     norm = _total_norm(grads, inputs.device)
     finite = bool(norm.isfinite())
     if max_norm is not None and finite and norm > max_norm:
-        factor = max_norm / norm.item()
-        if factor < 2.0**-64:  # two steps, or the factor may be too small for float32
-            torch._foreach_mul_(grads, 2.0**-64)
-            factor *= 2.0**64
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(grads, max_norm / norm.item())
 
     if scaler is None:
         optimizer.step()
-        return StepResult(true_loss, norm.float(), False)
+        return StepResult(true_loss, norm, False)
     overflows: list[bool] = []  # one for each step; a fused optimizer steps over its own
     with contextlib.ExitStack() as stack:
         hook = lambda o, *_: overflows.append(bool(getattr(o, "found_inf", 0.0)))  # noqa: E731
         stack.callback(optimizer.register_step_post_hook(hook).remove)
-        after_error = stack.enter_context(contextlib.ExitStack())
-        after_error.callback(scaler.load_state_dict, scaler.state_dict())
-        after_error.callback(scaler.update)
+        stack.callback(scaler.update)
         scaler.step(optimizer)
-        after_error.pop_all()
-    scaler.update()
-    return StepResult(true_loss, norm.float(), overflows != [False])
+    return StepResult(true_loss, norm, overflows != [False])
 
 
 # Part 2
@@ -141,17 +124,6 @@ def train_step(
 
 def _float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).float().item()
-
-
-def _check_scaler(scale: float, growth: float, backoff: float, interval: int) -> None:
-    if not 0.0 < _float32(scale) < math.inf:
-        raise ValueError(f"the scale must be positive and finite in float32, not {scale}")
-    if not growth > 1.0:
-        raise ValueError(f"growth_factor must be above 1, not {growth}")
-    if not 0.0 < backoff < 1.0:
-        raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff}")
-    if not interval >= 1:
-        raise ValueError(f"growth_interval must be at least 1, not {interval}")
 
 
 class _Seen:
@@ -174,7 +146,6 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        _check_scaler(init_scale, growth_factor, backoff_factor, growth_interval)
         self._scale = _float32(init_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -253,11 +224,7 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-        missing = [name for name in names if name not in state_dict]
-        if missing:
-            raise ValueError(f"the state lacks {missing}")
         scale, growth, backoff, interval, tracker = (state_dict[name] for name in names)
-        _check_scaler(scale, growth, backoff, interval)
         self._scale = _float32(scale)
         self._growth_factor, self._backoff_factor = growth, backoff
         self._growth_interval, self._growth_tracker = interval, tracker
@@ -277,7 +244,6 @@ def train(
     dtype: torch.dtype,
     max_norm: float | None = None,
 ) -> list[StepResult]:
-    _check_options(scaler, dtype, max_norm)
     results = []
     for batch in batches:
         result = train_step(
@@ -376,8 +342,6 @@ class MasterWeights:
         self, model: nn.Module, make_optimizer: Callable[[list[Tensor]], Optimizer]
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("the model has no trainable parameter")
         for name, p in named:
             if p.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -392,8 +356,6 @@ class MasterWeights:
             p.grad = None
 
     def step(self, loss_scale: float = 1.0) -> bool:
-        if not (loss_scale > 0.0 and math.isfinite(loss_scale)):
-            raise ValueError(f"loss_scale must be positive and finite, not {loss_scale}")
         try:
             for p, master in zip(self._params, self.masters, strict=True):
                 master.grad = None if p.grad is None else p.grad.float().div_(loss_scale)
@@ -426,8 +388,7 @@ class MasterWeights:
                 raise ValueError(
                     f"master {i} was {tuple(saved.shape)}, the model has {tuple(master.shape)}"
                 )
-        # Copied: the optimizer would go on in the very tensors of `state_dict`.
-        _load_or_leave(self.optimizer, copy.deepcopy(state_dict["optimizer"]))
+        self.optimizer.load_state_dict(state_dict["optimizer"])
         with torch.no_grad():
             for p, saved, master in zip(self._params, masters, self.masters, strict=True):
                 master.copy_(saved)
