@@ -1,6 +1,6 @@
 """AMP loop: mixed precision without losing a gradient or a byte.
 
-    untouched  modes, hooks, requires_grad, data and the random seed, after an error too
+    untouched  modes, hooks, requires_grad and data, after an error too; no seed is set
     errors     ValueError unless stated otherwise; each names the bad value and changes nothing
 
 Sources: Micikevicius et al. (arXiv 1710.03740); torch.amp.
@@ -57,11 +57,11 @@ def train_step(
     """One training step of a float32 model, under autocast in `dtype`.
 
         autocast   on for forward pass and loss, off for the backward pass
-        loss       loss_fn(output.float(), targets); returned unscaled, float32, detached
+        loss       loss_fn(model(inputs).float(), targets); returned unscaled, float32, detached
         gradients  of this step alone, unscaled before anything reads them
         grad_norm  2-norm over the optimizer's parameters only, before clipping
         skipped    whether the scaler skipped the step, even if its scale stays
-        memory     activations in 16 bits; output freed before backward(); no weight copies kept
+        memory     activations in 16 bits; output freed before backward(); no copies of weights kept
 
         >>> train_step(model, (x, y), F.mse_loss, optimizer, dtype=torch.bfloat16)
 
@@ -69,7 +69,7 @@ def train_step(
         batch: a tuple or list of two tensors, inputs and targets, of equal length above 0.
         scaler: required for float16, None otherwise.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: above 0; longer gradients are clipped to it.
+        max_norm: above 0; gradients with a larger norm are clipped to it.
 
     Raises:
         any other batch, scaler, dtype or max_norm.
@@ -89,10 +89,10 @@ class LossScaler:
     """A dynamic loss scaler that behaves like torch.amp.GradScaler.
 
         scale     multiplies the scalar loss, a 16-bit one in float32, and keeps its graph
-        unscale_  divides the optimizer's gradients in place, and looks for infinities and NaNs
-        step      calls unscale_ if that was not done, then steps unless one was found
+        unscale_  divides the optimizer's gradients in place; an infinity or NaN is an overflow
+        step      calls unscale_ if that was not done, then steps unless there was an overflow
         update    scale x backoff_factor after an overflow; scale x growth_factor after
-                  `growth_interval` good updates in a row
+                  `growth_interval` updates in a row without one
         state     plain numbers under GradScaler's keys
 
         >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
@@ -100,11 +100,11 @@ class LossScaler:
     Details:
         1. Several optimizers may share a scaler: each skips for its own overflow only, and one
            update ends the step for all.
-        2. A float16 gradient is a ValueError: the model was cast.
+        2. A float16 gradient raises ValueError: the model was cast.
         3. unscale_ allocates less than three times the largest gradient.
         4. Parameters without a gradient are left alone.
         5. RuntimeError: a second unscale_ or step for one optimizer before update, unscale_ after
-           its step, update before either.
+           its step, update without either.
     """
 
     def __init__(
@@ -200,7 +200,8 @@ def load_checkpoint(
         resume  the next steps give the same bits as without the stop
 
     Raises:
-        a scaler or scheduler is only saved or only given; any error if a part refuses its state.
+        a scaler or scheduler that is only saved or only given; any error if a part refuses its
+        state.
     """
     raise NotImplementedError
 
@@ -220,8 +221,8 @@ class MasterWeights:
         state    the masters and the optimizer's state
 
     Raises:
-        a trainable parameter that is neither float16 nor bfloat16 (named, with its dtype); a state
-        with masters of other shapes.
+        a trainable parameter that is neither float16 nor bfloat16 (message: its name and dtype); a
+        state with masters of other shapes.
 
     Details:
         1. A frozen parameter has no master and may have any dtype; a tied one has one master.
@@ -250,4 +251,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 4ca91a7783ce
+# untouched stub f6f0cb7343ec

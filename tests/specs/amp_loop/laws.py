@@ -1,4 +1,4 @@
-"""What train_step and train do in any world: the contract as slow and obvious code."""
+"""train_step and train as slow and obvious code, and the laws that compare answers with it."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kit.laws.trace import Probe, World
 
 
 def laid_otherwise(grad):
-    """A copy; of a matrix it lies in memory as a transposed weight's gradient, by columns."""
+    """A copy; a matrix is stored by columns, like a transposed weight's gradient."""
     return grad.t().contiguous().t() if grad.dim() == 2 else grad.clone()
 
 
@@ -23,10 +23,10 @@ def held(optimizer):
 
 
 def one_step():
-    """A small model, far off on 11 rows, so that gradients are large."""
+    """A small model with large errors on 11 rows, so that gradients are large."""
     draw.seed(3)
     model = nn.Sequential(nn.Linear(7, 13), Probe(), nn.Tanh(), nn.Linear(13, 5))
-    model[0].eval()  # a frozen layer: whoever sets the mode of the whole model is seen
+    model[0].eval()  # seen by whoever sets the mode of the whole model
     batch = draw.randn(11, 7), 4 * draw.randn(11, 5)
     return World(model, [batch], sgd={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1})
 
@@ -78,7 +78,7 @@ def train_step(w):
 
 
 def train(w):
-    """A step for each batch; the schedule follows the steps that were taken."""
+    """One step per batch; the schedule advances unless a step is skipped."""
     results = []
     for batch in Stream(w):
         w.batch = batch
@@ -90,7 +90,7 @@ def train(w):
 
 @dataclass
 class Stream:
-    """The batches, noting when one is asked for; nobody knows how many: len() and truth raise."""
+    """The batches, noting when one is asked for; it has no len()."""
 
     w: World
     __len__ = None

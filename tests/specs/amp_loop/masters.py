@@ -30,7 +30,7 @@ def layer(dtype=torch.bfloat16):
 
 
 def tangled():
-    """A frozen float32 layer with a NaN gradient, tied bfloat16 ones, a float16 one, a number."""
+    """A frozen float32 layer with a NaN gradient, two tied bfloat16 layers, a float16 one."""
     draw.seed(4)
     frozen, one, other, last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
     frozen.requires_grad_(False).weight.grad = torch.full((5,), nan)
@@ -46,7 +46,7 @@ def trainable(model):
 
 
 class Twin:
-    """What the contract asks for: float32 copies, trained as if there were nothing else."""
+    """The oracle: float32 copies, trained as if there were no 16-bit weights."""
 
     def __init__(self, model, make_optimizer):
         self.weights = trainable(model)
@@ -73,7 +73,7 @@ class Side:
 
     def __init__(self, make, build, optimizer):
         self.model = build()
-        # As who has them from before sees them: a flat buffer, a CUDA graph.
+        # What others that share the memory see, such as a flat buffer or a CUDA graph.
         self.views = [p.detach() for p in trainable(self.model)]
         self.make = partial(make, self.model, optimizer)
         self.trainer = self.make()
@@ -82,7 +82,7 @@ class Side:
         return getattr(self.trainer, name)
 
     def backward(self, value=1.0, bad=None, missing=None, at=-1):
-        """Gradients of `value`, `bad` at the end of one parameter, and none for another."""
+        """Gradients of `value`; one parameter's ends with `bad`, and another has none."""
         for number, p in enumerate(trainable(self.model)):
             grad = laid_otherwise(torch.full_like(p, value))
             p.grad = None if number == missing else grad
@@ -91,7 +91,7 @@ class Side:
             grad[(-1,) * grad.dim()] = bad
 
     def reload(self):
-        """A new trainer goes on from a file, with a model whose weights are lost."""
+        """A new trainer continues from a file; the model's weights are lost."""
         if isinstance(self.trainer, Twin):
             return
         torch.save(self.state_dict(), file := io.BytesIO())
@@ -118,7 +118,7 @@ class Side:
         return kept(seen)
 
 
-# What it means if nothing that comes before these is wrong.
+# What a difference means if nothing above it in this table differs.
 MEANS = {
     "16-bit gradients": "`step` changes or drops the 16-bit gradients: they stay until zero_grad()",
     "masters in the optimizer": "`masters` are not the optimizer's tensors, in the model's order",
@@ -129,7 +129,7 @@ MEANS = {
 
 
 def first_wrong(got, want):
-    """What it means, by what is the first of MEANS that is wrong."""
+    """What the first difference means, in the order of MEANS."""
     wrong = [name for name, value in want.items() if not same(got.get(name), value)]
     first = next(iter(wrong), "")
     kind, _, after = first.partition(" after ")

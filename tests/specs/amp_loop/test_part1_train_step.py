@@ -1,4 +1,4 @@
-"""One step in any precision, in every world that a user has, and its bytes."""
+"""One step in each precision: its results, its errors and its bytes."""
 
 import math
 
@@ -28,12 +28,12 @@ def by_hand(w):
 
 
 def by_columns(w):
-    """A weight lies in memory by columns, and so does its gradient."""
+    """A weight is stored by columns, and so is its gradient."""
     w.model[0].weight.data = laid_otherwise(w.model[0].weight.data)
 
 
 def inside_bfloat16(w):
-    """The caller is inside an autocast already."""
+    """The caller is already inside an autocast."""
     w.inside.append(lambda: torch.autocast(w.device.type, torch.bfloat16))
 
 
@@ -76,8 +76,7 @@ class TestPart1TrainStep:
     def test_the_norm_is_over_all_that_the_optimizer_holds(self):
         yield "a group for each parameter", put(groups=True), half
         yield "a weight in column-major order", by_columns, half
-        yield "a foreign parameter", foreign, half
-        yield "a frozen backbone, which is foreign", twists.backbone, half
+        yield "a parameter that the optimizer does not hold", foreign, half
 
     @pytest.mark.exact("train_step", "skipped")
     @in_each_precision
@@ -93,13 +92,13 @@ class TestPart1TrainStep:
     @bar(
         "peak of a step above its baseline",
         "0.60 x the float32 step + the batch",
-        "activations are kept in float32, or in both precisions",
+        "activations are saved in float32, or in both precisions",
     )
     def test_holds_activations_in_sixteen_bits(self, device, dtype, reference):
-        """At the peak float32 takes 5/4 A + W, 16 bits half of that 5/4 A and W + W/2: 0.55 of it.
+        """The float32 peak is 5/4 A + W; in 16 bits it is 5/8 A + 3/2 W, which is 0.55 of it.
 
-        A = 4 * 1024 * 4 * 96 = 1.57 MB of activations, with one more layer in flight; W = 0.12 MB
-        of gradients, which stay float32, and of 16-bit copies of the weights half of that.
+        A = 4 * 1024 * 4 * 96 = 1.57 MB of activations, of which one layer more is in flight; W =
+        0.12 MB of float32 gradients. The 16-bit copies of the weights are W / 2.
         """
         rows = 1024 if device.type == "cpu" else 16 * 1024
 
@@ -116,13 +115,13 @@ class TestPart1TrainStep:
     @bar(
         "peak of a step with a wide output",
         "3.25 x the logits + 3 x the weight; plain holds the output",
-        "a name still holds the output, or the float32 copy of it, in the backward pass",
+        "a variable still holds the output, or its float32 copy, in the backward pass",
     )
     def test_does_not_hold_a_wide_output_through_the_backward_pass(self, device, dtype):
-        """8,192 classes for 64 rows are L = 2 MiB of float32 logits, and nearly all there is.
+        """8,192 classes for 64 rows make L = 2 MiB of float32 logits, most of the memory.
 
-        Backward has saved log-probabilities, their gradient and the logits': 3 L. A name for the
-        logits makes it 4 L (float32) or 3.5 L (16 bits).
+        Backward holds the log-probabilities, their gradient and that of the logits: 3 L. A
+        variable for the logits makes it 4 L (float32) or 3.5 L (16 bits).
         """
         logits, weight = 4 * 64 * 8192, 4 * 4 * 8192
         batch = draw.randn(64, 4, device=device), draw.randint(8192, (64,), device=device)
@@ -137,8 +136,8 @@ class TestPart1TrainStep:
     @HALVES
     @bar(
         "gradients and optimizer state after a step",
-        "what float32 holds + 5 %",
-        "a second copy of the weights is kept, or of the gradients",
+        "the float32 step's + 5 %",
+        "a second copy of the weights or of the gradients is kept",
     )
     def test_leaves_the_bytes_of_state_as_they_are(self, device, dtype, reference):
         """Gradients and Adam's moments: 12 bytes a parameter. A 16-bit copy would be 17 % more."""
@@ -158,12 +157,12 @@ class TestPart1TrainStep:
             yield f"a scaler {name}", scaler, trained_before, half
             yield f"a scaler {name}, overflow", scaler, trained_before, half, gradient(-math.inf)
         never = lambda w: setattr(w.grad_scaler, "step", lambda optimizer: None)  # noqa: E731
-        yield "a scaler of ranks, where another rank's overflow", put(after=[never])
+        yield "a scaler that skips for another rank's overflow", put(after=[never])
 
     @pytest.mark.survives("train_step", 1)
     @in_each_precision
     def test_does_not_step_what_got_no_gradient(self):
-        """Weight decay and momentum move a parameter whose old gradient is kept, as zeros too."""
+        """With a gradient of zeros, weight decay and momentum would move it."""
         yield "a parameter without a gradient, clipped", twists.unused, half
         yield "frozen, with an old gradient", twists.stale, twists.frozen
 
@@ -177,14 +176,16 @@ class TestPart1TrainStep:
     @pytest.mark.survives("train_step", 3)
     @in_each_precision
     def test_an_error_comes_through_and_no_step_is_taken(self):
-        """And the same call after it does what it would have done."""
+        """The same call afterwards does what it would have done without the error."""
         yield "the loss fails", trained_before, foreign, fails("loss")
-        yield "Ctrl-C in the optimizer", trained_before, fails("step", 1, PlantedInterrupt)
+        interrupted = trained_before, fails("step", 1, PlantedInterrupt)
+        name = "with the protocol's methods alone"
+        yield f"Ctrl-C in the optimizer, a scaler {name}", *interrupted, SCALERS[name]
 
     @pytest.mark.survives("train_step", "Raises")
     @STEP.spec()
     def test_refuses_what_does_not_fit(self):
-        yield "a pair in a list is fine", twists.in_lists
+        yield "a pair in a list", twists.in_lists
         yield from twists.bad_batches()
         for dtype, scaler, *named in (
             (torch.float64, None, "float64"),

@@ -1,4 +1,4 @@
-"""A 16-bit model with float32 masters, beside plain float32 training, and its 16 bytes."""
+"""A 16-bit model with float32 masters, beside float32 training, and its 16 bytes."""
 
 import copy
 from functools import partial
@@ -20,16 +20,16 @@ from specs.amp_loop.masters import ADAM, GROUPS, SGD, SMALL, Side, agrees, layer
 
 class TestPart4MasterWeights:
     @pytest.mark.works("MasterWeights", "step")
-    @agrees("masters are rounded on the way, or not rounded into the very weights of the model")
+    @agrees("masters are rounded to 16 bits, or are not rounded into the model's own weights")
     def test_learns_from_updates_too_small_for_sixteen_bits(self):
-        """20 updates of 2**-12 on weights from 1 on: each alone is rounded away, together 0.005."""
+        """20 updates of 2**-12 on weights near 1: each is rounded away; together they are 0.005."""
         for dtype in (torch.bfloat16, torch.float16):
             yield str(dtype), "; ".join(["backward(); step()"] * 20), SMALL, partial(layer, dtype)
 
     @pytest.mark.exact("MasterWeights", "step")
-    @agrees("compare with float32 training: widen, divide, look, step, round, drop gradients")
+    @agrees("compare with float32 training: widen, divide, check, step, round, drop gradients")
     def test_is_float32_training_rounded(self):
-        """Good and bad gradients, scaled, with zero_grad or a reload between, and stale ones."""
+        """Finite and infinite gradients, scaled, and stale ones; zero_grad or a reload between."""
         between = ((None, "zero_grad(); "), (inf, ""), (-inf, "zero_grad(); "), (nan, "reload(); "))
         for bad, call in between:
             again = f"{call}step(); backward(-0.5); step(2.0**26)"
@@ -39,13 +39,13 @@ class TestPart4MasterWeights:
             yield f"Adam, {name}", script, ADAM
         each = enumerate((inf, -inf, nan, inf, nan))
         script = "; ".join(f"backward(1, {bad}, at={at}); step()" for at, bad in each)
-        yield "an overflow in one parameter after the other", f"{script}; step()", SGD, tangled
+        yield "an overflow in each parameter in turn", f"{script}; step()", SGD, tangled
         small = "backward(2**-14); step(2.0**16)"
         yield "2**-14 / 2**16 is no float16", small, ADAM, partial(layer, torch.float16)
         yield "3e38 / 2**-8 is an infinity", "backward(3e38); step(2**-8)"
 
     @pytest.mark.exact("MasterWeights", "masters")
-    @agrees("shape, dtype, is_leaf, requires_grad, in the model's order; and in the optimizer")
+    @agrees("compare shapes, dtypes, is_leaf, requires_grad, order, and the optimizer's tensors")
     def test_masters_are_float32_leaves(self):
         script = "backward(); step(); reload(); backward(); step()"
         yield "in groups", script, GROUPS
@@ -53,7 +53,7 @@ class TestPart4MasterWeights:
     @pytest.mark.exact("MasterWeights", "state")
     @agrees("masters are made anew from 16-bit weights, or the optimizer's state is lost")
     def test_goes_on_from_a_file(self):
-        """Masters, moments, and the learning rate that was set meanwhile."""
+        """Masters, moments, and a learning rate that was set in between."""
         new_rate = "optimizer.param_groups[0].update(lr=0.001)"
         for between in product(("reload()", "zero_grad(); reload()", new_rate), repeat=2):
             script = "; ".join(f"backward(); step(); {call}; backward(-0.5)" for call in between)
@@ -63,10 +63,10 @@ class TestPart4MasterWeights:
     @bar(
         "weights, gradients, masters and moments",
         "16 bytes a parameter + 1 %; plain keeps float32 gradients",
-        "float32 gradients are kept after the step, or a copy of something is",
+        "float32 gradients, or a copy of something, are kept after the step",
     )
     def test_holds_sixteen_bytes_a_parameter(self, device):
-        """2 weight + 2 gradient + 4 master + 8 Adam, after a load too; float32 gradients make 20.
+        """2 weight + 2 gradient + 4 master + 8 Adam; float32 gradients would make it 20.
 
         The bar adds 1 % for step counters and the rounding of storages to 512 bytes.
         """
@@ -88,16 +88,16 @@ class TestPart4MasterWeights:
         return held, 1.01 * 16 * count, 20 * count
 
     @pytest.mark.survives("MasterWeights", 1)
-    @agrees("frozen parameters have no master, a tied one has one, in the model's order")
+    @agrees("frozen parameters have no master; a tied one has one")
     def test_trains_a_model_with_frozen_and_tied_parameters(self):
         for call in ("zero_grad()", "reload()"):
             script = f"backward(); step(); {call}; backward(3e4); step(8.0)"
             yield call, script, SGD, tangled
 
     @pytest.mark.survives("MasterWeights", 2)
-    @agrees("an earlier gradient, zeros, or that of another master step a parameter without one")
+    @agrees("it is stepped with an old gradient, with zeros, or with another parameter's")
     def test_leaves_a_parameter_without_a_gradient_alone(self):
-        """Momentum and moments must not move it, after an overflow or a reload either."""
+        """Momentum must not move it, after an overflow or a reload either."""
         for bad, call, missing in product((None, inf), ("", "reload(); "), (0, 1)):
             again = f"{call}backward(-0.5, missing={missing}); step()"
             script = f"backward(missing={1 - missing}); step(); backward(1, {bad}); step(); {again}"
