@@ -169,13 +169,12 @@ class TestPart1TrainStep:
     @pytest.mark.survives("train_step", 2)
     @in_each_precision
     def test_the_step_is_the_same_inside_an_autocast_of_the_caller(self):
-        yield "inside bfloat16", inside_bfloat16
         twice = lambda w: w.tags.add("twice")  # noqa: E731
         yield "two steps inside bfloat16", inside_bfloat16, twice
 
     @pytest.mark.survives("train_step", 3)
     @in_each_precision
-    def test_an_error_comes_through_and_no_step_is_taken(self):
+    def test_an_error_comes_through_and_the_next_call_works(self):
         """The same call afterwards does what it would have done without the error."""
         yield "the loss fails", trained_before, foreign, fails("loss")
         interrupted = trained_before, fails("step", 1, PlantedInterrupt)
