@@ -218,8 +218,8 @@ class LossScaler:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
-        # A sum is infinite or NaN if any element is, and takes no copy. All are looked at together:
-        # each look waits for the device.
+        # A sum is infinite or NaN if any element is, and takes no copy; finite gradients in float16
+        # training are far too small to overflow it. One check for all: each waits for the device.
         sums = [grad.div_(self._scale).sum() for grad in grads]
         finite = not sums or bool(torch.stack(sums).isfinite().all())
         self._overflow[id(optimizer)] = not finite
