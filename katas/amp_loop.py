@@ -76,8 +76,9 @@ def train_step(
 
     Details:
         1. Parameters that get no gradient in this step are not stepped.
-        2. The step is the same inside an autocast of the caller.
-        3. An error in model, loss or optimizer reaches the caller, and the next call works.
+        2. A huge finite gradient, such as 1e30, is no overflow: it is clipped like any other.
+        3. The step is the same inside an autocast of the caller.
+        4. An error in model, loss or optimizer reaches the caller, and the next call works.
     """
     raise NotImplementedError
 
@@ -89,7 +90,8 @@ class LossScaler:
     """A dynamic loss scaler that behaves like torch.amp.GradScaler.
 
         scale     multiplies the scalar loss, a 16-bit one in float32, and keeps its graph
-        unscale_  divides the optimizer's gradients in place; an infinity or NaN is an overflow
+        unscale_  divides the optimizer's gradients in place; an infinity or NaN in them is an
+                  overflow, a huge finite number is not
         step      calls unscale_ if that was not done, then steps unless there was an overflow
         update    scale x backoff_factor after an overflow; scale x growth_factor after
                   `growth_interval` updates in a row without one
@@ -221,8 +223,8 @@ class MasterWeights:
         state    the masters and the optimizer's state
 
     Raises:
-        a trainable parameter that is neither float16 nor bfloat16 (message: its name and dtype); a
-        state with masters of other shapes.
+        no trainable parameter; one that is neither float16 nor bfloat16 (message: its name and
+        dtype); a state with masters of other shapes.
 
     Details:
         1. A frozen parameter has no master and may have any dtype; a tied one has one master.
@@ -251,4 +253,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub f6f0cb7343ec
+# untouched stub 4ed64e9c40a1

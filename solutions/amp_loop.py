@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -80,8 +80,9 @@ def train_step(
 
     Details:
         1. Parameters that get no gradient in this step are not stepped.
-        2. The step is the same inside an autocast of the caller.
-        3. An error in model, loss or optimizer reaches the caller, and the next call works.
+        2. A huge finite gradient, such as 1e30, is no overflow: it is clipped like any other.
+        3. The step is the same inside an autocast of the caller.
+        4. An error in model, loss or optimizer reaches the caller, and the next call works.
     """
     _check_options(scaler, dtype, max_norm)
     _check_batch(batch)
@@ -106,15 +107,23 @@ def train_step(
         # clipping them now would leave almost nothing of the step.
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = get_total_norm(gradients)
+    grad_norm = _total_norm(gradients, loss.device)
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, grad_norm)
 
     loss = loss.detach().float()
     if scaler is None:
         optimizer.step()
-        return StepResult(loss, grad_norm, skipped=False)
-    return StepResult(loss, grad_norm, skipped=not _step(scaler, optimizer))
+        return StepResult(loss, grad_norm.float(), skipped=False)
+    return StepResult(loss, grad_norm.float(), skipped=not _step(scaler, optimizer))
+
+
+def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    # In float64: the square of 1e30 overflows float32.
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients]
+    none = torch.zeros((), dtype=torch.float64, device=device)  # if nothing has a gradient
+    total: Tensor = torch.linalg.vector_norm(torch.stack([none, *norms]))
+    return total
 
 
 def _step(scaler: Scaler, optimizer: Optimizer) -> bool:
@@ -169,7 +178,8 @@ class LossScaler:
     """A dynamic loss scaler that behaves like torch.amp.GradScaler.
 
         scale     multiplies the scalar loss, a 16-bit one in float32, and keeps its graph
-        unscale_  divides the optimizer's gradients in place; an infinity or NaN is an overflow
+        unscale_  divides the optimizer's gradients in place; an infinity or NaN in them is an
+                  overflow, a huge finite number is not
         step      calls unscale_ if that was not done, then steps unless there was an overflow
         update    scale x backoff_factor after an overflow; scale x growth_factor after
                   `growth_interval` updates in a row without one
@@ -218,10 +228,12 @@ class LossScaler:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16: keep the model in float32, under autocast")
-        # A sum is infinite or NaN if any element is, and takes no copy; finite gradients in float16
-        # training are far too small to overflow it. One check for all: each waits for the device.
+        # An infinity or NaN stays in a sum, which takes no copy.
         sums = [grad.div_(self._scale).sum() for grad in grads]
-        finite = not sums or bool(torch.stack(sums).isfinite().all())
+        finite = _all_finite(sums)
+        if not finite:  # or the sum of huge finite numbers has overflowed; extremes never do
+            extremes = [x for grad in grads if grad.numel() for x in grad.aminmax()]
+            finite = _all_finite(extremes)
         self._overflow[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> None:
@@ -266,6 +278,11 @@ class LossScaler:
         self._backoff_factor = state_dict["backoff_factor"]
         self._growth_interval = state_dict["growth_interval"]
         self._good_steps = state_dict["_growth_tracker"]
+
+
+def _all_finite(numbers: list[Tensor]) -> bool:
+    """Looks at all together: each look waits for the device."""
+    return not numbers or bool(torch.stack(numbers).isfinite().all())
 
 
 # Part 3
@@ -386,8 +403,8 @@ class MasterWeights:
         state    the masters and the optimizer's state
 
     Raises:
-        a trainable parameter that is neither float16 nor bfloat16 (message: its name and dtype); a
-        state with masters of other shapes.
+        no trainable parameter; one that is neither float16 nor bfloat16 (message: its name and
+        dtype); a state with masters of other shapes.
 
     Details:
         1. A frozen parameter has no master and may have any dtype; a tied one has one master.
@@ -401,6 +418,8 @@ class MasterWeights:
         for name, p in trainable.items():
             if p.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} must be float16 or bfloat16, not {p.dtype}")
+        if not trainable:
+            raise ValueError(f"{type(model).__name__} has no trainable parameter")
         self._weights = list(trainable.values())
         self.masters = [p.detach().float().requires_grad_() for p in self._weights]
         self.optimizer = make_optimizer(self.masters)

@@ -52,7 +52,7 @@ def _any_nonfinite(grads: Iterable[Tensor]) -> bool:
 
 
 def _norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm over all gradients, summed in float64."""
+    """The 2-norm over all gradients, in float64: the square of 1e30 overflows float32."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
         total += grad.detach().double().square().sum().to(device)
@@ -336,6 +336,8 @@ class MasterWeights:
         self, model: nn.Module, make_optimizer: Callable[[list[Tensor]], Optimizer]
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError(f"{type(model).__name__} has no trainable parameter")
         for name, param in named:
             if param.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(f"{name} is {param.dtype}, not torch.float16 or torch.bfloat16")

@@ -68,9 +68,11 @@ def _grads(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """2-norm in float64: in float32 the squares of finite gradients may overflow."""
     if not grads:
-        return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in grads]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def train_step(
@@ -109,14 +111,14 @@ def train_step(
 
     if scaler is None:
         optimizer.step()
-        return StepResult(true_loss, norm, False)
+        return StepResult(true_loss, norm.float(), False)
     overflows: list[bool] = []  # one for each step; a fused optimizer steps over its own
     with contextlib.ExitStack() as stack:
         hook = lambda o, *_: overflows.append(bool(getattr(o, "found_inf", 0.0)))  # noqa: E731
         stack.callback(optimizer.register_step_post_hook(hook).remove)
         stack.callback(scaler.update)
         scaler.step(optimizer)
-    return StepResult(true_loss, norm, overflows != [False])
+    return StepResult(true_loss, norm.float(), overflows != [False])
 
 
 # Part 2
@@ -342,6 +344,8 @@ class MasterWeights:
         self, model: nn.Module, make_optimizer: Callable[[list[Tensor]], Optimizer]
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("the model has no trainable parameter")
         for name, p in named:
             if p.dtype not in (torch.float16, torch.bfloat16):
                 raise ValueError(

@@ -13,7 +13,7 @@ from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
 from kit.laws.scalers import SCALERS
 from kit.laws.toys import mlp, mse
 from kit.laws.trace import PlantedInterrupt
-from kit.laws.twists import fails, foreign, gradient, option, put, trained_before
+from kit.laws.twists import fails, foreign, gradient, huge, option, put, trained_before
 from kit.memory.ruler import measure
 from specs.amp_loop.laws import STEP, laid_otherwise
 
@@ -168,11 +168,18 @@ class TestPart1TrainStep:
 
     @pytest.mark.survives("train_step", 2)
     @in_each_precision
+    def test_a_huge_but_finite_gradient_is_no_overflow(self):
+        """The square of 1e30 overflows float32."""
+        clipped = option(max_norm=3.0), put(sgd={"lr": 0.5}), twists.scaled(init_scale=1.0)
+        yield "a gradient of 1e30, clipped", huge(1e30), *clipped
+
+    @pytest.mark.survives("train_step", 3)
+    @in_each_precision
     def test_the_step_is_the_same_inside_an_autocast_of_the_caller(self):
         twice = lambda w: w.tags.add("twice")  # noqa: E731
         yield "two steps inside bfloat16", inside_bfloat16, twice
 
-    @pytest.mark.survives("train_step", 3)
+    @pytest.mark.survives("train_step", 4)
     @in_each_precision
     def test_an_error_comes_through_and_the_next_call_works(self):
         """The same call afterwards does what it would have done without the error."""

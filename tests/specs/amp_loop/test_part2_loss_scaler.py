@@ -47,10 +47,10 @@ class Side:
         """Removes infinities."""
         nn.utils.clip_grad_value_(held(optimizer), 0.5)
 
-    def backward(self, optimizer, bad=None, at=0, missing=None):
-        """Gradients of 0.75, scaled; one element is `bad`, and one parameter gets none."""
+    def backward(self, optimizer, bad=None, value=0.75, at=0, missing=None):
+        """Gradients of `value`, scaled; one element is `bad`, and one parameter gets none."""
         sizes = [p.numel() for p in held(optimizer)]
-        flat = torch.full((sum(sizes),), 0.75 * self.get_scale(), device=self.device)
+        flat = torch.full((sum(sizes),), value * self.get_scale(), device=self.device)
         if bad is not None:
             flat[at] = bad
         for n, (p, part) in enumerate(zip(held(optimizer), flat.split(sizes), strict=True)):
@@ -118,11 +118,12 @@ class TestPart2LossScaler:
                 yield f"{dtype}, scale {scale}", f"scaled({dtype!r})", {"init_scale": scale}
 
     @pytest.mark.exact("LossScaler", "unscale_")
-    @agrees("an element is not looked at, or only infinities are looked for")
+    @agrees("an element is not looked at, only infinities are looked for, or a sum overflows")
     def test_finds_an_overflow_anywhere(self):
         """Infinite, minus infinite or NaN, in any element of any parameter of any group."""
         for at, bad in zip(range(COUNT), cycle((inf, -inf, nan))):
             yield f"{bad} at {at}", f"backward(a, {bad}, at={at}); step(a); update()"
+        yield "3e38 everywhere", "backward(a, value=1.5e38); step(a); update()", {"init_scale": 2.0}
 
     @pytest.mark.exact("LossScaler", "update")
     @agrees("back off at once; count good updates in a row; reset the count after both")

@@ -106,8 +106,12 @@ class TestPart4MasterWeights:
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_model_that_is_not_16_bit(self, answer):
-        make = partial(answer.MasterWeights, nn.Sequential(layer(), nn.LayerNorm(3)), SGD)
-        check_raises(make, ValueError, mentions=["1.weight", "float32"], when="for LayerNorm")
+        """Or one without anything to train, whatever the optimizer says of that."""
+        make = lambda params: SGD([*params, nn.Parameter(torch.ones(1))])  # noqa: E731
+        mixed = nn.Sequential(layer(), nn.LayerNorm(3))
+        for model, words in (mixed, ["1.weight", "float32"]), (nn.ReLU(), []):
+            call = partial(answer.MasterWeights, model, make)
+            check_raises(call, ValueError, mentions=words, when=f"for {model}")
 
     @pytest.mark.survives("MasterWeights", "Raises")
     def test_refuses_a_state_with_masters_of_other_shapes(self, answer):
