@@ -1,7 +1,7 @@
 """Checkpointed model: recompute activations instead of keeping them.
 
-An *input*: a block's input in bytes; an *inside*: its plain peak above weights, their gradients,
-input. An "error" is any exception.
+An *input* is the bytes of a block's input. An *inside* is a plain block's peak above its weights,
+their gradients and its input.
 
     errors  ValueError unless it says otherwise; each names the offending value, and comes before
             any change
@@ -9,17 +9,16 @@ input. An "error" is any exception.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# Operations whose results are dear to recompute: matrix products, and attention on every device.
+# Operations that are expensive to recompute: matrix products, and attention on every device.
 DEAR: frozenset[Any] = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -63,18 +62,17 @@ class MemoryIntensiveBlock(nn.Module):
 
 
 class LargeModel(nn.Module):
-    """`num_layers` MemoryIntensiveBlocks in the ModuleList `layers`, one after another.
+    """`num_layers` MemoryIntensiveBlocks in the ModuleList `layers`, run in order.
 
-        runs       if the model itself is in training mode, with gradients on and `use_checkpoint`,
-                   each block that a gradient reaches runs exactly once more, in the backward pass
-                   (it may stop early); otherwise once
+        runs       in training mode, with gradients on and `use_checkpoint`, each block that a
+                   gradient reaches runs exactly once more, in the backward pass; otherwise not
         held       each block's input between the passes; nothing afterwards
-        peak       with gradients in place: num_layers + 2 inputs + 1 inside
+        peak       with gradients allocated: num_layers + 2 inputs + 1 inside
         same bits  output, gradients and random stream as without checkpoints
-        keys       of state_dict(): the blocks' own
+        keys       of state_dict(): only the blocks' own
         segments   part 3: `segment_size` s blocks, fewer at the end, share a checkpoint, and each
-                   is checkpointed again within; it holds one input, the peak is segments + s + 1
-                   inputs + 1 inside, a block runs at most twice more
+                   is checkpointed again inside it; a segment holds one input, the peak is
+                   segments + s + 1 inputs + 1 inside, a block runs at most twice more
 
         >>> LargeModel(49, 1024, segment_size=7)(x, mask=mask).sum().backward()
 
@@ -86,15 +84,11 @@ class LargeModel(nn.Module):
         one of these out of its range.
 
     Details:
-        1. The recomputation has the forward pass's autocast, or none.
-        2. The input needs no gradient, and blocks may be frozen; no requires_grad changes.
-        3. Several forward passes may precede one backward pass, each with its own mask.
-        4. torch.autograd.grad works, and so do two backward passes and gradients of gradients.
-        5. An input, mask or parameter changed in place before the backward pass: an error or right
-           gradients.
-        6. A deep copy is a model of its own, also after a training step.
-        7. use_checkpoint and segment_size may be set later, as attributes, in range. Nobody changes
-           them or train/eval modes between the passes.
+        1. The recomputation runs under the forward pass's autocast setting.
+        2. The input may need no gradient, and blocks may be frozen; no requires_grad changes.
+        3. Several forward passes, each with its own mask, may precede one backward pass.
+        4. torch.autograd.grad works, and so do two backward passes.
+        5. `use_checkpoint` is an attribute that may be changed later.
     """
 
     def __init__(
@@ -127,16 +121,16 @@ class LargeModel(nn.Module):
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"mask of shape {tuple(x.shape[:2])}, not {tuple(mask.shape)}")
         blocks = list(self.layers)
-        # In evaluation there is no memory to save, and recomputing costs. Under no_grad() the
-        # checkpoint itself steps aside.
+        # In evaluation there is no memory to save, and recomputing costs time. Under no_grad() the
+        # checkpoint itself does nothing.
         if not (self.use_checkpoint and self.training):
             return _run(blocks, x, mask)
         if self.segment_size == 1:
             return _run_checkpointed(blocks, x, mask)
         for start in range(0, len(blocks), self.segment_size):
             segment = blocks[start : start + self.segment_size]
-            # Checkpoints within a checkpoint: the recomputation keeps inputs, and not insides.
-            x = _checkpoint(_run_checkpointed, segment, x, mask)
+            # Checkpoints inside a checkpoint: the recomputation keeps inputs, not insides.
+            x = checkpoint(_run_checkpointed, segment, x, mask, use_reentrant=False)
         return x
 
 
@@ -148,20 +142,9 @@ def _run(blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _run_checkpointed(blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
     for block in blocks:
-        x = _checkpoint(_run, [block], x, mask)
+        # Not reentrant: that form needs an input with a gradient, or the parameters get none.
+        x = checkpoint(block, x, mask=mask, use_reentrant=False)
     return x
-
-
-def _checkpoint(
-    run: Callable[..., Tensor], blocks: Sequence[nn.Module], x: Tensor, mask: Tensor | None
-) -> Tensor:
-    # The mask and the weights go by position: only such tensors are guarded against changes in
-    # place, as an optimizer's step before the backward pass would make.
-    weights = [p for block in blocks for p in block.parameters()]
-    again = lambda x, mask, *_: run(blocks, x, mask)  # noqa: E731
-    # Not reentrant: that form needs an input with a gradient, or the parameters get none.
-    result: Tensor = checkpoint(again, x, mask, *weights, use_reentrant=False)
-    return result
 
 
 # Part 2
@@ -171,17 +154,17 @@ def recompute(
     function: Callable[..., Any],
     /,
     *args: Any,
-    state: Iterable[nn.Module | Generator] = (),
+    state: Collection[nn.Module | Generator] = (),
     **kwargs: Any,
 ) -> Any:
-    """Return function(*args, **kwargs), and run it again in backward.
+    """Return function(*args, **kwargs), and run it again in the backward pass.
 
-        held     arguments, result, copies of the state; no activations
+        held     arguments, result, copies of the state; no activations; nothing afterwards
         bits     output and gradients are those of a plain call
-        streams  the second run draws what the first drew, from torch's streams and each generator
-                 in `state`; the backward pass moves none
-        buffers  of modules in `state`, even None or replaced: the second run finds what the first
-                 found; the backward pass changes none
+        streams  the second run draws the same numbers, from torch's streams and each generator in
+                 `state`; the backward pass moves none of them
+        buffers  of modules in `state`: the second run sees what the first saw; the backward pass
+                 changes none
 
         >>> y = recompute(block, x, mask=mask, state=[block, generator])
 
@@ -189,24 +172,15 @@ def recompute(
         function: takes and returns anything, changes no argument.
         state: modules and torch.Generators.
 
-    Raises:
-        TypeError: anything else in `state`.
-
     Details:
         1. Several calls may precede one backward pass, and two backward passes may follow one call.
-        2. Tensors by keyword or in tuples, lists and dicts get gradients; changed in place, they
-           make the backward pass raise an error. A keyword may have a name that torch's checkpoint
-           uses, such as `debug`. Nobody changes parameters or train/eval modes between the passes.
-        3. An error or Ctrl-C in the second run leaves streams and buffers as they were.
-        4. The second run has the first one's autocast, or none.
-        5. Without gradients there is no second run.
-        6. On cuda the device's stream counts, even if no argument is a tensor.
-        7. A result dropped without a backward pass leaves no tensor to the garbage collector.
+        2. Tensors by keyword or in tuples, lists and dicts get gradients too.
+        3. The backward pass raises if a positional tensor was changed in place before it.
+        4. An error or Ctrl-C in the second run leaves streams and buffers as they were.
+        5. The second run has the first one's autocast setting.
+        6. Without gradients there is no second run.
+        7. On CUDA the device's stream counts too, even if no argument is a tensor.
     """
-    state = list(state)
-    for part in state:
-        if not isinstance(part, (nn.Module, Generator)):
-            raise TypeError(f"state takes modules and generators, not {part!r}")
     return _recompute(function, args, kwargs, state, ())
 
 
@@ -217,43 +191,24 @@ def _recompute(
     state: Collection[nn.Module | Generator],
     keep: Collection[Any],
 ) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
-
-    def run(*leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves, spec)
-        return function(*args, **kwargs)
-
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What is entered around the first run, and around the second."""
         keeping: Any = nullcontext()
         replaying: Any = nullcontext()
         if keep:
-            keeping, replaying = create_selective_checkpoint_contexts(_policy(keep))
+            keeping, replaying = create_selective_checkpoint_contexts(list(keep))
         return keeping, _Found(state, replaying)
 
-    # Every tensor by position: then autograd saves it and notices a change in place, its device's
-    # random state is kept, and no keyword argument is taken for one of checkpoint()'s own.
-    return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
-
-
-def _policy(keep: Collection[Any]) -> Callable[..., bool]:
-    """Whether a result is held: what draws random numbers runs again, to draw them again."""
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        names = [argument.name for argument in op._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        draws = torch.Tag.nondeterministic_seeded in op.tags
-        if "dropout_p" in names:  # attention, which draws for its dropout alone
-            draws = given.get("dropout_p", 0.0) > 0.0
-        return op in keep and not draws
-
-    return policy
+    # Tensors by position are saved by autograd, which notices a change in place. Keyword arguments
+    # must not mix with those of checkpoint() itself.
+    run = partial(function, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
 
 class _Found:
-    """What the first run finds in buffers and generators: a context around the second run.
+    """The buffers and generators as the first run found them: a context around the second run.
 
-    A class, because a context made by @contextmanager could not be entered for a second backward.
+    A class, because a context made by @contextmanager cannot be entered for a second backward.
     """
 
     def __init__(
@@ -263,8 +218,7 @@ class _Found:
         tops = [part for part in state if isinstance(part, nn.Module)]
         self.modules = list(dict.fromkeys(module for top in tops for module in top.modules()))
         self.buffers = _copied([module._buffers for module in self.modules])
-        # checkpoint() keeps the streams of its arguments' devices: of none if an argument hides its
-        # tensors, or if there are none.
+        # checkpoint() saves the streams of the devices of its positional tensors only.
         streams = [part for part in state if isinstance(part, Generator)]
         generators = [*streams, *torch.cuda.default_generators]
         self.states = [(generator, generator.get_state()) for generator in generators]
@@ -274,13 +228,13 @@ class _Found:
         self.now = [(generator, generator.get_state()) for generator, _ in self.states]
         # Copies once more: there may be a second backward pass.
         self._set(_copied(self.buffers), self.states)
-        # Only now: a selective recomputation knows the operations of the first run, and would not
-        # know the copying of buffers.
+        # Last: selective recomputation replays the operations of the first run, and copying
+        # buffers was not among them.
         self.replaying.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.replaying.__exit__(*error)
-        # Always: a recomputation that has all that it needs ends by an exception.
+        # Always: a recomputation that stops early ends by an exception.
         self._set(self.own, self.now)
 
     def _set(
@@ -293,10 +247,7 @@ class _Found:
 
 
 def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | None]]:
-    # A deep copy of all at once: names that shared a tensor share its copy.
-    return copy.deepcopy(
-        [{n: b if b is None else b.detach() for n, b in its.items()} for its in found]
-    )
+    return [{n: b if b is None else b.detach().clone() for n, b in its.items()} for its in found]
 
 
 # Part 3
@@ -305,7 +256,7 @@ def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | No
 def best_segment_size(num_layers: int) -> int:
     """The segment size with the lowest peak.
 
-        least  ceil(num_layers / s) + s is least; of several any will do
+        least  the size s for which ceil(num_layers / s) + s is least, or one of several
 
     Raises:
         num_layers below 1.
@@ -327,15 +278,14 @@ def checkpoint_blocks(
                    is one
         runs       each runs once more, in the backward pass, if it is itself in training mode and
                    gradients are on
-        held       each block's input and buffers; in backward also 1 inside
+        held       each block's input and buffers; in backward also 1 inside; nothing afterwards
         same bits  output, gradients, buffers and random stream as without
 
         >>> checkpoint_blocks(gpt2, GPT2Block)
         12
 
     Args:
-        model: is not a block itself.
-        keep: changes no bit.
+        keep: overloads whose results are held, such as DEAR; changes no bit.
 
     Raises:
         no such block; one of them checkpointed already. TypeError: something in `keep` is no
@@ -343,23 +293,17 @@ def checkpoint_blocks(
 
     Details:
         1. Keys of state_dict(), classes and other models stay the same.
-        2. Hooks of a block run once a call; a forward put on the block before still runs.
+        2. Hooks of a block run once a call.
         3. Blocks take and return anything, changing no argument.
         4. A deep copy of the model checkpoints its own blocks.
-        5. Blocks of another class may follow in a second call.
-        6. Results of the overloads in `keep`, such as DEAR, are held, unless that call draws random
-           numbers; only other operations run again. `keep` has no views, casts or in-place
-           operations.
-        7. The same bits under autocast, and `keep` works there too.
-        8. Calls share nothing; a dropped result leaves nothing. Nobody changes parameters or
-           train/eval modes between the passes.
-        9. Generators among the attributes of a block and its submodules count.
-        10. With `keep` a call has one backward pass; under autocast a block has one call. A held
-            result changed in place: an error or right gradients.
+        5. Only operations outside `keep` run again. It has no views, casts, in-place or random
+           operations, and no result in it is changed in place.
+        6. The same bits under autocast, and `keep` works there too.
+        7. Several calls of a block may precede one backward pass.
     """
     for op in keep:
         if not isinstance(op, torch._ops.OpOverload):
-            raise TypeError(f"keep takes overloads, such as aten.mm.default, and not {op!r}")
+            raise TypeError(f"keep takes overloads, such as aten.mm.default, not {op!r}")
     found = [module for module in model.modules() if isinstance(module, block_type)]
     inside = {part for block in found for part in block.modules() if part is not block}
     blocks = [block for block in found if block not in inside]
@@ -375,18 +319,15 @@ def checkpoint_blocks(
 
 
 class _Checkpointed:
-    """A block's forward that recomputes. An object, because copy.deepcopy() copies what it holds:
-    a closure would go on calling the block that was copied from."""
+    """A block's forward that recomputes. An object, because copy.deepcopy() copies what it holds;
+    a closure would go on calling the original block."""
 
     def __init__(
         self, block: nn.Module, forward: Callable[..., Any], keep: Collection[Any]
     ) -> None:
-        self.block, self.forward, self.keep = block, forward, list(keep)
+        self.block, self.forward, self.keep = block, forward, keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.block.training:
             return self.forward(*args, **kwargs)
-        attributes = [v for module in self.block.modules() for v in vars(module).values()]
-        state: list[nn.Module | Generator] = [self.block]
-        state += [value for value in attributes if isinstance(value, Generator)]
-        return _recompute(self.forward, args, kwargs, state, self.keep)
+        return _recompute(self.forward, args, kwargs, [self.block], self.keep)

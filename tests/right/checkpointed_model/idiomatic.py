@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-# Operations whose results are dear to recompute: matrix products, and attention on every device.
+# Operations that are expensive to recompute: matrix products, and attention on every device.
 DEAR: frozenset[Any] = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -47,10 +46,7 @@ class _Recomputation:
         inner: AbstractContextManager[Any] | None = None,
     ) -> None:
         tree = list({id(m): m for module in modules for m in module.modules()}.values())
-        self.tree = tree
-        made = [(m, {n: _values(b) for n, b in m._buffers.items()}) for m in tree]
-        memo: dict[int, Any] = {id(m): m for m in tree}  # modules stay, buffers are copied
-        self.buffers = copy.deepcopy(made, memo)
+        self.buffers = [(m, _copied(m._buffers)) for m in tree]
         self.states = [(g, g.get_state()) for g in generators]
         self.inner = nullcontext() if inner is None else inner
 
@@ -59,10 +55,9 @@ class _Recomputation:
             for generator, state in self.states:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
-            memo = {id(m): m for m in self.tree}
-            for module, found in copy.deepcopy(self.buffers, memo):
+            for module, found in self.buffers:
                 stack.callback(_put, module, dict(module._buffers))
-                _put(module, found)
+                _put(module, _copied(found))
             stack.enter_context(self.inner)
             self.stack = stack.pop_all()
 
@@ -70,10 +65,8 @@ class _Recomputation:
         self.stack.__exit__(*exc)
 
 
-def _values(buffer: Tensor | None) -> Tensor | None:
-    if buffer is None:
-        return None
-    return buffer.detach().requires_grad_(buffer.requires_grad)
+def _copied(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: b if b is None else b.detach().clone() for name, b in buffers.items()}
 
 
 def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
@@ -84,26 +77,10 @@ def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
 # Parts 1 to 3
 
 
-def _run_block(block: nn.Module, x: Tensor, mask: Tensor | None, *_: Tensor) -> Tensor:
-    return block(x, mask=mask)
-
-
-def _run_segment(blocks: nn.ModuleList, x: Tensor, mask: Tensor | None, *_: Tensor) -> Tensor:
+def _run_segment(blocks: nn.ModuleList, x: Tensor, mask: Tensor | None) -> Tensor:
     for block in blocks:
-        x = _checkpointed(_run_block, block, x, mask)
+        x = checkpoint(block, x, mask=mask, use_reentrant=False)
     return x
-
-
-def _checkpointed(
-    run: Callable[..., Tensor], module: nn.Module, x: Tensor, mask: Tensor | None
-) -> Tensor:
-    # The tensors go by position: only those are saved as autograd saves tensors, which frees them
-    # in nested checkpoints and notices it if they are modified in place.
-    def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _Recomputation([module])
-
-    tensors = (x, mask, *module.parameters())
-    return checkpoint(run, module, *tensors, use_reentrant=False, context_fn=context_fn)
 
 
 def _check_at_least_1(name: str, value: int) -> None:
@@ -136,23 +113,14 @@ class LargeModel(nn.Module):
     ) -> None:
         super().__init__()
         _check_at_least_1("num_layers", num_layers)
-        self.num_layers = num_layers
+        if not 1 <= segment_size <= num_layers:
+            raise ValueError(f"segment_size must be from 1 to {num_layers}, not {segment_size}")
         self.hidden_dim = hidden_dim
         self.use_checkpoint = use_checkpoint
-        self.segment_size = segment_size  # refused before weights are drawn
+        self.segment_size = segment_size
         self.layers = nn.ModuleList(
             MemoryIntensiveBlock(hidden_dim, dropout) for _ in range(num_layers)
         )
-
-    @property
-    def segment_size(self) -> int:
-        return self._segment_size
-
-    @segment_size.setter
-    def segment_size(self, value: int) -> None:
-        if not 1 <= value <= self.num_layers:
-            raise ValueError(f"segment_size must be from 1 to {self.num_layers}, not {value}")
-        self._segment_size = value
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         if x.dim() != 3 or x.shape[-1] != self.hidden_dim:
@@ -168,9 +136,9 @@ class LargeModel(nn.Module):
         for start in range(0, len(self.layers), self.segment_size):
             segment = self.layers[start : start + self.segment_size]
             if len(segment) == 1:
-                x = _checkpointed(_run_block, segment[0], x, mask)
+                x = checkpoint(segment[0], x, mask=mask, use_reentrant=False)
             else:
-                x = _checkpointed(_run_segment, segment, x, mask)
+                x = checkpoint(_run_segment, segment, x, mask, use_reentrant=False)
         return x
 
 
@@ -182,16 +150,6 @@ def best_segment_size(num_layers: int) -> int:
 
 
 # Part 4
-
-
-def _advances_random_stream(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers (attention does only if its dropout is above 0)."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    if any(a.name == "dropout_p" for a in op._schema.arguments):
-        return given.get("dropout_p", 0.0) > 0.0
-    return True
 
 
 class _ReplayKept(TorchDispatchMode):
@@ -226,9 +184,7 @@ def _selective_contexts(
         return nullcontext(), nullcontext()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        # An operation that is skipped draws no random numbers, and those after it would draw others
-        # than in the forward pass: such a call is recomputed, whatever `keep` says.
-        if op in keep and not _advances_random_stream(op, args, kwargs):
+        if op in keep:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -253,9 +209,7 @@ class _CheckpointedForward:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
 
-        inside = [list(vars(module).values()) for module in self.block.modules()]
-        own = {v for v in tree_leaves(inside) if isinstance(v, torch.Generator)}
-        return _run_twice(self.forward, args, kwargs, [self.block], own, self.keep)
+        return _run_twice(self.forward, args, kwargs, [self.block], (), self.keep)
 
 
 def _run_twice(
@@ -285,18 +239,11 @@ def recompute(
     function: Callable[..., Any],
     /,
     *args: Any,
-    state: Iterable[nn.Module | torch.Generator] = (),
+    state: Collection[nn.Module | torch.Generator] = (),
     **kwargs: Any,
 ) -> Any:
-    modules: list[nn.Module] = []
-    generators: list[torch.Generator] = []
-    for part in state:
-        if isinstance(part, nn.Module):
-            modules.append(part)
-        elif isinstance(part, torch.Generator):
-            generators.append(part)
-        else:
-            raise TypeError(f"state: neither a module nor a generator: {part!r}")
+    modules = [part for part in state if isinstance(part, nn.Module)]
+    generators = [part for part in state if isinstance(part, torch.Generator)]
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return _run_twice(function, args, kwargs, modules, generators, frozenset())
@@ -309,7 +256,7 @@ def checkpoint_blocks(
     for op in kept:
         if not isinstance(op, torch._ops.OpOverload):
             raise TypeError(f"keep takes overloads of operators, not {op}")
-    candidates = [m for m in model.modules() if m is not model and isinstance(m, block_type)]
+    candidates = [m for m in model.modules() if isinstance(m, block_type)]
     inside = {m for block in candidates for m in block.modules() if m is not block}
     blocks = [block for block in candidates if block not in inside]
     if not blocks:

@@ -11,7 +11,7 @@ from kit.laws import draw
 from kit.laws.checks import check, check_bar
 from kit.laws.scenarios import scenarios
 from kit.memory.ruler import bytes_of, human, measure
-from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, meaning, never_wrong, see
+from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, meaning, see
 
 
 def large(
@@ -26,8 +26,6 @@ def large(
     grad=True,  # of x
     frozen=lambda name: False,  # whether a parameter of this name is
     before=lambda model: None,  # happens before the step, and may give another model
-    spoil=None,  # changes the model, the first input or mask between the passes
-    late=None,  # the same, between two backward passes
     **step,
 ):
     """A LargeModel and a step."""
@@ -44,9 +42,8 @@ def large(
             p.requires_grad_(not frozen(name))
         model = before(model.train(train)) or model
         x = [draw.randn(*SHAPE, device=device, requires_grad=grad) for _ in range(passes)]
-        inputs = [x[0] * 1, *x[1:]]  # a leaf could not be changed in place
         given = [draw.rand(*SHAPE[:2], device=device) < 0.3 * (n + 1) for n in range(masks)]
-        pairs = list(zip(inputs, [*given, *[None] * (passes - masks)], strict=True))
+        pairs = list(zip(x, [*given, *[None] * (passes - masks)], strict=True))
 
         def run(x, mask):
             if is_answer:
@@ -59,8 +56,7 @@ def large(
             return [run(*pair) for pair in pairs]
 
         counted = [block.up for block in model.layers]
-        changes = {"given": pairs[0], "between": spoil, "late": late}
-        return Step(model, forward, counted, x if grad else [], **changes, **step)
+        return Step(model, forward, counted, x if grad else [], **step)
 
     return build
 
@@ -79,25 +75,11 @@ def replaced(model):
     model.layers[1].dropout.p = 0.5
 
 
-def twin_of(model):
-    """A copy with other weights."""
-    twin = copy.deepcopy(model)
-    for p in twin.parameters():
-        p.detach().mul_(1.5)
-    return twin
-
-
 @scenarios("the step", meaning)
-def as_without(answer, device, name, build, runs=2, near=False):
+def as_without(answer, device, name, build, runs=2):
     """A step shows what it shows without checkpoints; `runs` is how often a block runs."""
     both = (see(build(answer, device, own), device) for own in (True, False))
-    return compared(*both, runs, near)
-
-
-@scenarios("the step")
-def guarded(answer, device, name, spoiled, true):
-    mine = see(spoiled(answer, device, True), device, any_error=True)
-    return never_wrong(mine, lambda: see(true(answer, device, False), device))
+    return compared(*both, runs)
 
 
 # Bytes
@@ -136,23 +118,22 @@ def peak(model, x, forward, **options):
 
 
 def check_nothing_left(model, x, forward):
-    """Fail if more than the loss is held after a step, or anything of a result that is dropped."""
+    """Fail if more than the loss is held after a step."""
     __tracebackhide__ = True
-    for when, step in {"without": forward, "after": whole_step(model, x, forward)}.items():
+    step = whole_step(model, x, forward)
 
-        def then(step=step, when=when):
-            result = step()
-            if when == "without":
-                del result
-            x.detach()  # after each operation bytes are read, here before garbage is collected
+    def then():
+        loss = step()
+        x.detach()  # bytes are read after each operation, here before garbage is collected
+        return loss
 
-        found = measure(then, x.device, known=[model, x])
-        loss = bytes_of(x.new_zeros(())) if when == "after" else 0
-        more = max(found.timeline[-2] - found.baseline - loss, found.retained)
-        said = f"0 bytes more than before, {when} a backward pass, and no garbage"
-        cause = "something is kept in a list, on an object, or in a cycle of references"
-        got = f"{more} bytes: {more / one_input(x):.1f} inputs"
-        check(more <= 0, expected=said, got=got, cause=cause)
+    found = measure(then, x.device, known=[model, x])
+    loss = bytes_of(x.new_zeros(()))
+    more = max(found.timeline[-2] - found.baseline - loss, found.retained)
+    cause = "something is kept in a list, on an object, or in a reference cycle"
+    got = f"{more} bytes: {more / one_input(x):.1f} inputs"
+    said = "0 bytes more than before the step, and nothing left to the garbage collector"
+    check(more <= 0, expected=said, got=got, cause=cause)
 
 
 def held(model, x, forward):
@@ -162,19 +143,14 @@ def held(model, x, forward):
 
 
 RETAINED = "a graph that is kept for a second backward pass"
-LATER = "a size that is set after a step"
 FROZEN = "x without gradient, the first block frozen"
 
 
 @functools.cache  # bytes do not vary: what is measured once serves every spec
 def of_model(reads, module, layers, size, device, case):
     """What a LargeModel takes, as `peak` or `held` reads it; of size 0 a plain one."""
-    first = 1 if case == LATER else size or 1
-    model = module.LargeModel(layers, WIDTH, use_checkpoint=size > 0, segment_size=first)
+    model = module.LargeModel(layers, WIDTH, use_checkpoint=size > 0, segment_size=size or 1)
     x = large_inputs(device)
-    if case == LATER:
-        model.to(device)(x).sum().backward()
-        model.segment_size = size or 1
     if case.startswith("x without gradient"):
         x = x.detach()
     for name, p in model.to(device).named_parameters():
@@ -221,8 +197,7 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
         title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
         if between >= layers * one:
             suspects[unheeded] = lambda: read(answer, layers, 1)
-    plainly = "plain" if case == LATER else case
-    of = lambda m: read(m, layers, size) if m else read(answer, layers, 0, case=plainly)  # noqa: E731
+    of = lambda m: read(m, layers, size) if m else read(answer, layers, 0)  # noqa: E731
     if reads is peak and of(answer) > limit:
         said = "in the backward pass the insides of several blocks are there at once"
         if between > (segments + 1) * one:

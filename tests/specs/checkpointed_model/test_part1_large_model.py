@@ -1,7 +1,6 @@
 """A model with a checkpoint for each block: values, runs, the same bits, and bytes."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -16,23 +15,19 @@ from specs.checkpointed_model.large import (
     as_without,
     check_model,
     check_nothing_left,
-    guarded,
     held,
     large,
     large_inputs,
     peak,
     replaced,
     stepped,
-    twin_of,
 )
 from specs.checkpointed_model.steps import (
     HALVES,
     SHAPE,
     WIDTH,
     autocast,
-    changed,
     draw_on,
-    nearly,
     under_autocast,
 )
 
@@ -43,6 +38,12 @@ def by_hand(block, x, mask):
     hidden = F.dropout(hidden, block.dropout.p, block.training)
     update = F.linear(hidden, block.down.weight, block.down.bias)
     return x + (update if mask is None else torch.where(mask.unsqueeze(-1), update, 0.0))
+
+
+def nearly(got, want):
+    """The same, with the other's gradients where they differ by rounding only."""
+    alike = lambda k: k.startswith("gradient") and torch.allclose(got[k], want[k], 1e-4, 1e-6)  # noqa: E731
+    return {k: want[k] if alike(k) else got[k] for k in got}
 
 
 @scenarios("the block")
@@ -106,8 +107,6 @@ class TestPart1LargeModel:
         yield "autocast", large(outer=autocast(torch.bfloat16))
         biases = lambda name: name.endswith("bias")  # noqa: E731
         yield "frozen biases, x without gradient", large(frozen=biases, grad=False)
-        in_eval = lambda model: model.layers[0].eval() and None  # noqa: E731
-        yield "the first block in eval mode", large(before=in_eval)
         late = lambda name: name.startswith("layers.2.")  # noqa: E731
         yield "frozen blocks that gradients pass", large(frozen=late)
         yield "all frozen, x with gradient", large(frozen=lambda name: True)
@@ -189,42 +188,14 @@ class TestPart1LargeModel:
     def test_gradients_may_be_taken_in_other_ways(self):
         for size in (1, 2):
             yield f"twice, segments of {size}", large(size=size, late=draw_on), None
-            penalty = large(size=size, backward=_penalised)
-            yield f"a penalty on gradients, segments of {size}", penalty, None, True
+            once = large(size=size, backward=_by_grad)
+            yield f"torch.autograd.grad, segments of {size}", once, None
 
     @pytest.mark.survives("LargeModel", 5)
-    @guarded(
-        "the second run uses what is there by then, and for some of it nobody looks for a change"
-    )
-    def test_notices_what_is_changed_between_the_passes(self):
-        """Autograd refuses a saved tensor that has changed; a checkpoint saves what it is given."""
-        changes = {
-            "the input": lambda model, x, mask: x.detach().zero_(),
-            "the mask": lambda model, x, mask: mask.logical_not_(),
-            "a weight": lambda model, *_: model.layers[1].up.weight.detach().mul_(2),
-            "a bias": lambda model, *_: model.layers[0].up.bias.detach().mul_(2),
-        }
-        for (what, change), size, frozen in product(changes.items(), (1, 2), "10"):
-            grad = frozen == "1"  # with block 0 frozen nothing before block 1 has a gradient
-            own = {"frozen": partial(_in_blocks, frozen), "before": _replaced_and_updated}
-            # No segment is a single block, which alone might notice it.
-            world = partial(large, 4, size=size, masks=1, grad=grad, **own)
-            name = f"{what}, segments of {size}, block {frozen} frozen, x with gradient: {grad}"
-            yield from changed(name, world, change)
-
-    @pytest.mark.survives("LargeModel", 6)
-    @as_without("something made in __init__, or in a step, still holds the original's blocks")
-    def test_a_copy_is_a_model_of_its_own(self):
-        """facebookresearch/fairscale#816: a copy that goes on calling the original's blocks."""
-        for size in (1, 2):
-            yield f"segments of {size}", large(size=size, before=_copied), None
-
-    @pytest.mark.survives("LargeModel", 7)
-    @as_without("the switch, or the size, is read when the model is made")
-    def test_follows_switches_that_are_set_later(self):
-        yield "switched on", large(use=False, before=partial(_then, use_checkpoint=True))
-        yield "switched off", large(before=partial(_then, use_checkpoint=False)), 1
-        yield "segments of 2, then 1", large(size=2, before=partial(_then, segment_size=1))
+    @as_without("use_checkpoint is read when the model is made")
+    def test_follows_a_switch_that_is_set_later(self):
+        yield "switched on", large(use=False, before=partial(_switched, True))
+        yield "switched off", large(before=partial(_switched, False)), 1
 
     @pytest.mark.survives("LargeModel", "Raises")
     def test_refuses_numbers_out_of_range(self, answer):
@@ -246,31 +217,15 @@ class TestPart1LargeModel:
             check_raises(call, ValueError, mentions=[shown.rstrip(",")], when=when)
 
 
-def _penalised(loss, leaves):
-    """The gradient of a penalty on gradients, which torch.autograd.grad has given."""
-    grads = torch.autograd.grad(loss, leaves, create_graph=True)
-    torch.stack([g.square().sum() for g in grads]).sum().backward()
-
-
-def _replaced_and_updated(model):
-    """A layer is another, and one of its weights has been updated less often than the others."""
-    replaced(model)
-    for p in model.parameters():
-        for _ in range(3 if p is not model.layers[1].up.weight else 0):
-            p.detach().mul_(1)
+def _by_grad(loss, leaves):
+    for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+        leaf.grad = grad
 
 
 def _in_blocks(numbers, name):
     return name.startswith(tuple(f"layers.{n}." for n in numbers))
 
 
-def _copied(model):
-    """A copy, with other weights, of a model that has made a step."""
+def _switched(use, model):
     stepped(model)
-    return twin_of(model)
-
-
-def _then(model, **values):
-    stepped(model)
-    for name, value in values.items():
-        setattr(model, name, value)
+    model.use_checkpoint = use

@@ -10,7 +10,6 @@ from kit.laws.checks import check_raises
 from kit.laws.rules import root_followed
 from kit.laws.scenarios import scenarios
 from specs.checkpointed_model.large import (
-    LATER,
     as_without,
     check_model,
     check_nothing_left,
@@ -86,7 +85,7 @@ class TestPart3Segments:
         check_model(peak, layers, size, case, *given)
 
     @pytest.mark.saves("LargeModel", "segments")
-    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient", LATER])
+    @pytest.mark.parametrize("case", ["plain", "mask", "autocast", "x without gradient"])
     def test_holds_one_input_a_segment_between_the_passes(self, answer, reference, device, case):
         """Two segments of 4: x is the baseline's, so one input and the output; the bar adds 1. Were
         4 the number of segments, it would be 4 inputs."""
