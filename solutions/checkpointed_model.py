@@ -159,7 +159,7 @@ def recompute(
 ) -> Any:
     """Return function(*args, **kwargs), and run it again in the backward pass.
 
-        held     arguments, result, copies of the state; no activations; nothing afterwards
+        held     arguments, result and copies of the state, no activations; nothing afterwards
         bits     output and gradients are those of a plain call
         streams  the second run draws the same numbers, from torch's streams and each generator in
                  `state`; the backward pass moves none of them
@@ -169,13 +169,13 @@ def recompute(
         >>> y = recompute(block, x, mask=mask, state=[block, generator])
 
     Args:
-        function: takes and returns anything, changes no argument.
+        function: takes and returns anything, and changes no argument.
         state: modules and torch.Generators.
 
     Details:
         1. Several calls may precede one backward pass, and two backward passes may follow one call.
         2. Tensors by keyword or in tuples, lists and dicts get gradients too.
-        3. The backward pass raises if a positional tensor was changed in place before it.
+        3. If a positional tensor was changed in place after the call, the backward pass raises.
         4. An error or Ctrl-C in the second run leaves streams and buffers as they were.
         5. The second run has the first one's autocast setting.
         6. Without gradients there is no second run.
@@ -256,7 +256,7 @@ def _copied(found: list[dict[str, Tensor | None]]) -> list[dict[str, Tensor | No
 def best_segment_size(num_layers: int) -> int:
     """The segment size with the lowest peak.
 
-        least  the size s for which ceil(num_layers / s) + s is least, or one of several
+        least  ceil(num_layers / s) + s is least; if sizes tie, any of them will do
 
     Raises:
         num_layers below 1.
@@ -275,10 +275,11 @@ def checkpoint_blocks(
     """Checkpoint the blocks of somebody else's model, in place; return their number.
 
         blocks     of `block_type` or a subclass, at any depth, none inside another; a shared one
-                   is one
+                   counts once
         runs       each runs once more, in the backward pass, if it is itself in training mode and
                    gradients are on
-        held       each block's input and buffers; in backward also 1 inside; nothing afterwards
+        held       each block's input and buffers, in the backward pass also 1 inside; nothing
+                   afterwards
         same bits  output, gradients, buffers and random stream as without
 
         >>> checkpoint_blocks(gpt2, GPT2Block)
@@ -294,10 +295,10 @@ def checkpoint_blocks(
     Details:
         1. Keys of state_dict(), classes and other models stay the same.
         2. Hooks of a block run once a call.
-        3. Blocks take and return anything, changing no argument.
+        3. Blocks take and return anything, and change no argument.
         4. A deep copy of the model checkpoints its own blocks.
-        5. Only operations outside `keep` run again. It has no views, casts, in-place or random
-           operations, and no result in it is changed in place.
+        5. Only operations not in `keep` run again. `keep` has no views, casts, in-place or random
+           operations, and nobody changes its results in place.
         6. The same bits under autocast, and `keep` works there too.
         7. Several calls of a block may precede one backward pass.
     """

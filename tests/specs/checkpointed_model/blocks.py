@@ -1,8 +1,8 @@
-"""Blocks with a state of their own, and chains of them in which each step is tried."""
+"""Blocks with state, and chains of them for a step to run through."""
 
 import logging
 import os
-from collections import namedtuple
+from collections import Counter, namedtuple
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from torch import Generator, Tensor, nn
 
 from kit.laws import draw
 from kit.laws.scenarios import once, scenarios
-from kit.private_torch import tree_leaves, tree_map
+from kit.private_torch import DispatchMode, tree_leaves, tree_map
 from specs.checkpointed_model.steps import SHAPE, WIDTH, Step, compared, meaning, see
 
 
 class Noisy(nn.Module):
-    """Dropout from generators of its own, one for each seed, and some from torch's stream."""
+    """Dropout from its own generators, one per seed, and from torch's stream."""
 
     def __init__(self, *seeds, rate=0.25):
         super().__init__()
@@ -72,7 +72,7 @@ class Deeper(Nest):
 
 
 class Normed(nn.Module):
-    """A block around a norm, which stands further inside; for an input of (batch, WIDTH, ...)."""
+    """A block with a nested norm, for inputs of (batch, WIDTH, ...)."""
 
     def __init__(self, norm):
         super().__init__()
@@ -87,7 +87,7 @@ Pair = namedtuple("Pair", ["first", "second"])
 
 
 class Mixer(nn.Module):
-    """A block that takes and returns all kinds of things, and notes which arguments it has had."""
+    """A block that takes and returns all kinds of things, and records which arguments arrived."""
 
     def __init__(self):
         super().__init__()
@@ -120,12 +120,12 @@ def counting():
 
 
 def plain(function, /, *args, state=(), **kwargs):
-    """What recompute() gives."""
+    """A plain call that takes what recompute() takes."""
     return function(*args, **kwargs)
 
 
 def call(run, block, x, /, *args, **kwargs):
-    """A block is called in a chain; `run` is plain, or recompute()."""
+    """How a chain calls a block; `run` is plain or recompute."""
     return run(block, x, *args, state=[block, *getattr(block, "generators", ())], **kwargs)
 
 
@@ -144,9 +144,9 @@ def chain(
     shape=SHAPE,
     grad=True,  # of x
     tree=nn.ModuleList,
-    prepared=lambda model: None,  # happens before blocks are checkpointed
-    later=lambda model: None,  # after that, and may give another model
-    kinds=(),  # the classes whose blocks are checkpointed, if not that of the first block
+    prepared=lambda model: None,  # prepares the model before its blocks are checkpointed
+    later=lambda model: None,  # the same after that; may return another model
+    kinds=(),  # classes to checkpoint, if not that of the first block
     call=call,
     between=None,  # changes the model between the passes
     late=None,  # the same, between two backward passes
@@ -202,7 +202,7 @@ def stranger():
         # The import takes over a second, so it waits for the first spec that needs it.
         library = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
         options = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 24, "vocab_size": 64}
-        # On cuda such attention is one operation that draws random numbers, and not to be kept.
+        # On CUDA attention with dropout is one random operation, which `keep` may not have.
         options["attn_pdrop"] = 0.0 if device.type == "cuda" else 0.1
         draw.seed(5)
         config = library.GPT2Config(**options, bos_token_id=0, eos_token_id=0, use_cache=False)
@@ -225,7 +225,7 @@ def recomputed(answer, device, name, build, runs=2):
 
 @scenarios("the step", meaning)
 def checkpointed(answer, device, name, build, counts, runs=2, keep=None):
-    """A step shows what it showed before; `counts` are the numbers of blocks that were found."""
+    """A step shows what it showed before; `counts` are the returned numbers of blocks."""
     found, options = [], {} if keep is None else {"keep": keep}
 
     def checkpoint(model, kind):
@@ -235,6 +235,49 @@ def checkpointed(answer, device, name, build, counts, runs=2, keep=None):
     true = once(name, lambda: see(build(plain, nothing, device), device))
     mine, true = compared(mine, true, runs)
     return {"number of blocks": found, **mine}, {"number of blocks": counts, **true}
+
+
+class Calls(DispatchMode):
+    """Counts the operators that run, by overload."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def of_keep(got, want):
+    """What is kept wrongly or not kept, if it is only one of the two."""
+    again, held = ([op for op in a if op not in b] for a, b in ((got, want), (want, got)))
+    if again and not held:
+        return f"in `keep`, but not held: {', '.join(again)}"
+    return f"not in `keep`, but held: {', '.join(held)}" if held and not again else None
+
+
+@scenarios("operators that run again", of_keep)
+def again(answer, device, name, make, keep, looked_at, dtype=None):
+    """Those that run more often than in the plain model, in forward and backward together."""
+    counts = []
+    for checkpoint in (False, True):
+        draw.seed(3)
+        model = nn.Sequential(*make()).to(device)
+        if checkpoint:
+            answer.checkpoint_blocks(model, type(model[0]), keep=keep)
+        x = draw.randn(*SHAPE, device=device, requires_grad=True)
+        with Calls() as calls:
+            for _ in range(2):
+                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    y = model(x)
+                y.float().square().mean().backward()
+        counts.append(calls.counts)
+    before, now = counts
+    return (
+        [str(op) for op in looked_at if now[op] > before[op]],
+        [str(op) for op in looked_at if before[op] and op not in keep],
+    )
 
 
 def nothing(*_):

@@ -1,6 +1,5 @@
-"""LargeModels: the same step through the model, and block by block; the bytes that they take."""
+"""A step through LargeModel and through its blocks one by one, and the bytes that it takes."""
 
-import copy
 import functools
 import math
 from functools import partial
@@ -21,11 +20,11 @@ def large(
     use=True,
     train=True,
     dropout=0.25,
-    masks=0,  # of these first passes; the others have none
+    masks=0,  # so many of the first passes have one
     passes=1,
     grad=True,  # of x
-    frozen=lambda name: False,  # whether a parameter of this name is
-    before=lambda model: None,  # happens before the step, and may give another model
+    frozen=lambda name: False,  # whether the parameter of this name is frozen
+    before=lambda model: None,  # prepares the model
     **step,
 ):
     """A LargeModel and a step."""
@@ -33,14 +32,14 @@ def large(
     def build(answer, device, is_answer):
         draw.seed(3)
         options = {"dropout": dropout}
-        if not use:  # the default is to be tried too
+        if not use:  # else the default is tried
             options["use_checkpoint"] = use
         if size > 1:
             options["segment_size"] = size
         model = answer.LargeModel(layers, WIDTH, **options).to(device)
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen(name))
-        model = before(model.train(train)) or model
+        before(model.train(train))
         x = [draw.randn(*SHAPE, device=device, requires_grad=grad) for _ in range(passes)]
         given = [draw.rand(*SHAPE[:2], device=device) < 0.3 * (n + 1) for n in range(masks)]
         pairs = list(zip(x, [*given, *[None] * (passes - masks)], strict=True))
@@ -62,17 +61,10 @@ def large(
 
 
 def stepped(model):
-    """A step has been made."""
+    """Make a step."""
     device = next(model.parameters()).device
     model(torch.ones(SHAPE, device=device, requires_grad=True)).sum().backward()
     model.zero_grad()
-
-
-def replaced(model):
-    """After a step one layer is another, and draws random numbers."""
-    stepped(model)
-    model.layers[1] = copy.deepcopy(model.layers[2])
-    model.layers[1].dropout.p = 0.5
 
 
 @scenarios("the step", meaning)
@@ -86,7 +78,7 @@ def as_without(answer, device, name, build, runs=2):
 
 
 def large_inputs(device):
-    """Inputs beside which the weights weigh little; they require a gradient, and have one."""
+    """An input much larger than the weights, with its gradient already allocated."""
     rows, length = (5, 64) if device.type == "cpu" else (16, 512)
     x = draw.randn(rows, length, WIDTH, device=device, requires_grad=True)
     x.grad = torch.zeros_like(x)
@@ -99,7 +91,7 @@ def one_input(x):
 
 
 def whole_step(model, x, forward, retain=False):
-    """A function for forward and backward, with gradients in place; it gives the loss."""
+    """A function that runs forward and backward and returns the loss; gradients are allocated."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
 
@@ -146,9 +138,9 @@ RETAINED = "a graph that is kept for a second backward pass"
 FROZEN = "x without gradient, the first block frozen"
 
 
-@functools.cache  # bytes do not vary: what is measured once serves every spec
+@functools.cache  # bytes are the same each time, so one measurement serves every spec
 def of_model(reads, module, layers, size, device, case):
-    """What a LargeModel takes, as `peak` or `held` reads it; of size 0 a plain one."""
+    """The bytes of a LargeModel, as `peak` or `held` reads them; size 0 is without checkpoints."""
     model = module.LargeModel(layers, WIDTH, use_checkpoint=size > 0, segment_size=size or 1)
     x = large_inputs(device)
     if case.startswith("x without gradient"):
@@ -173,17 +165,17 @@ def inside(module, device):
 
 
 def check_limit(title, limit, formula, reads, answer, reference, *, cause, suspects=None):
-    """Hold bytes to a limit: `reads` gives those with a module's checkpoints; None has none."""
+    """Check bytes against a limit: `reads` takes a module, or None for a plain model."""
     __tracebackhide__ = True
     shown = {"plain": reads(None), "reference": reads(reference), "formula": formula}
-    kept = "the insides of all blocks are there at once, or stay after their use"
+    kept = "the insides of all blocks are alive at once, or stay alive after use"
     what = kept if RETAINED in title else "nothing is recomputed"
-    suspects = {f"{what}: plain calls take just that": shown["plain"]} | (suspects or {})
+    suspects = {f"{what}: a plain model takes exactly that": shown["plain"]} | (suspects or {})
     check_bar(title, reads(answer), limit, cause=cause, suspects=suspects, **shown)
 
 
 def check_model(reads, layers, size, case, inputs, words, answer, reference, device, cause=""):
-    """The same for a LargeModel: `peak` reads so many inputs and an inside, `held` inputs alone."""
+    """The same for a LargeModel: the limit is `inputs`, and for `peak` one inside more."""
     __tracebackhide__ = True
     read = partial(of_model, reads, device=device, case=case)
     title, formula = f"held between the passes, {layers} blocks", f"({words}) inputs"
@@ -194,16 +186,16 @@ def check_model(reads, layers, size, case, inputs, words, answer, reference, dev
         title, formula = f"peak above the baseline, {layers} blocks", f"{formula} + 1 inside"
         limit += inside(answer, device)
     if size > 1:
-        title, unheeded = f"{title} by {size}", f"segment_size is not heeded in this case: {case}"
+        title, unheeded = f"{title} by {size}", f"segment_size is ignored in this case: {case}"
         if between >= layers * one:
             suspects[unheeded] = lambda: read(answer, layers, 1)
     of = lambda m: read(m, layers, size) if m else read(answer, layers, 0)  # noqa: E731
     if reads is peak and of(answer) > limit:
-        said = "in the backward pass the insides of several blocks are there at once"
+        said = "in the backward pass the insides of several blocks are alive at once"
         if between > (segments + 1) * one:
             said = "the first run keeps more than its input"
         if size > 1 and between < segments * one:
-            said = f"a segment has more than {size} blocks; a smaller last one takes the rest"
+            said = f"a segment has more than {size} blocks; the rest belongs in a smaller last one"
         suspects[f"{human(between)} is held between the passes: {said}"] = of(answer)
     given = (f"{title}, {case}", limit, formula, of, answer, reference)
     check_limit(*given, cause=cause, suspects=suspects)

@@ -23,12 +23,12 @@ ARGUMENTS = "arguments that reached the block"
 class Step:
     """A forward and a backward pass."""
 
-    model: nn.Module  # whose gradients, buffers and modes are looked at
-    forward: Callable[[], Any]  # gives tensors, also in containers
-    counted: Sequence[nn.Module] = ()  # whose runs are counted: of a block a child
+    model: nn.Module  # gradients, buffers and modes are compared
+    forward: Callable[[], Any]  # returns tensors, also in containers
+    counted: Sequence[nn.Module] = ()  # their runs are counted: a child of each block
     leaves: Sequence[Tensor] = ()  # tensors besides the parameters that get gradients
     generators: Sequence[Generator] = ()
-    outer: Callable[[], Any] = nullcontext  # what the forward pass is inside of
+    outer: Callable[[], Any] = nullcontext  # a context around the forward pass
     between: Callable[..., Any] | None = None  # changes the model after the forward pass
     late: Callable[..., Any] | None = None  # the same between two backward passes, if there are two
     backward: Callable[..., Any] = lambda loss, leaves: loss.backward()
@@ -94,7 +94,7 @@ def _outcome(step, tensors):
 
 
 def _next(stream):
-    """What the stream gives next; it is moved back."""
+    """What the stream would draw next."""
     state = stream.get_state()
     numbers = torch.rand(2, generator=stream, device=stream.device).tolist()
     stream.set_state(state)
@@ -113,7 +113,7 @@ def compared(mine, true, runs):
 
 
 def draw_on(model):
-    """From torch's stream, and from all of the model's."""
+    """Draw from torch's stream and from each generator of the model."""
     draw.next_random(torch.get_default_device())
     for module in model.modules():
         for generator in getattr(module, "generators", ()):
@@ -121,32 +121,32 @@ def draw_on(model):
 
 
 def autocast(dtype):
-    """On the device that is judged, which is the default device of a scenario."""
+    """On the device under test, which is a scenario's default device."""
     return lambda: torch.autocast(torch.get_default_device().type, dtype)
 
 
 def under_autocast(loss, leaves):
-    """The backward pass alone is in there."""
+    """Only the backward pass is under autocast."""
     with autocast(torch.bfloat16)():
         loss.backward()
 
 
 def meaning(got, want):
-    """What the first thing that differs can only mean, whatever a spec is about; or None."""
+    """The only possible cause of the first difference, or None."""
     if lost := [name for name in want.get(ARGUMENTS, ()) if name not in got[ARGUMENTS]]:
         return f"keyword argument `{lost[0]}` never reached the block"
     name = next((name for name in want if not same(got.get(name), want[name])), "")
     if name == "output" and [t.shape for t in got[name]] == [t.shape for t in want[name]]:
-        return "the first run already draws or computes otherwise than a plain call"
+        return "even the first run draws or computes something other than a plain call"
     if name.startswith("numbers drawn after the backward pass"):
-        return "the stream is not put back to where it was just before the second run"
+        return "the random stream is not restored after the second run"
     if name.startswith("buffers that the backward pass replaced"):
-        return "what the second run finds, or puts there itself, is left there"
+        return "buffers that were put in for the second run are left there"
     if name.startswith("runs in the backward pass"):
         if got[name] == [2 * count for count in want[name]] and any(got[name]):
             return "every block runs again twice: there is a checkpoint inside a checkpoint"
         if not any(got[name]):
-            return "nothing runs again: the call is a plain one here"
+            return "nothing runs again: this call is not checkpointed"
         plain = [n for n, count in enumerate(got[name]) if count < want[name][n]]
-        return f"block {plain[0]} does not run again: it is called plainly" if plain else None
+        return f"block {plain[0]} does not run again: it is not checkpointed" if plain else None
     return None

@@ -40,7 +40,7 @@ STATES = {"generators": noisy, "buffers": counting}
 
 class TestPart2Recompute:
     @pytest.mark.works("recompute", "bits")
-    @recomputed("an argument, a result, or the graph of one of them is lost on the way")
+    @recomputed("an argument or a result is lost on the way, or its gradient")
     def test_gives_what_a_plain_call_gives(self):
         yield "a dict with a tensor, a string and None comes back", chain(mixers)
         yield "a number and a word by position", chain(mixers, FLOAT, 3, "word")
@@ -54,14 +54,14 @@ class TestPart2Recompute:
         yield "no arguments, no state, and a result without gradient", chain(two_noisy, call=bare)
 
     @pytest.mark.works("recompute", "streams")
-    @recomputed("the second run draws on where the first one ended, or moves a stream for good")
+    @recomputed("the second run starts where the first one ended, or a stream is not restored")
     def test_draws_the_same_numbers_again(self):
         yield "torch's own stream", chain(two_noisy)
         yield "two generators, and torch's own", chain(noisy)
         yield "two calls that use one generator", chain(noisy, passes=2)
 
     @pytest.mark.works("recompute", "buffers")
-    @recomputed("the second run finds what is there by then, or changes it again")
+    @recomputed("the second run sees buffers as they are by then, or changes them again")
     def test_finds_the_same_buffers_again(self):
         yield "a counter and a mean", chain(counting)
         yield "further inside", chain(lambda: [Nest(Nest(Counting()), Counting())])
@@ -77,8 +77,8 @@ class TestPart2Recompute:
 
     @pytest.mark.saves("recompute", "held")
     def test_holds_arguments_and_results(self, answer, reference, device):
-        """Of a chain of 3 calls: 2 inputs (x is the baseline's) and the output; the bar adds 1. The
-        inside of one call would be 8 inputs more, for its hidden layer and the ReLU of it."""
+        """3 calls: 2 inputs (x is in the baseline) and the output; the bar adds 1. One call's
+        inside would be 8 inputs more: its hidden layer and the ReLU of it."""
         layers = [nn.Sequential(mlp(WIDTH, 4 * WIDTH, WIDTH), nn.Dropout(0.25)) for _ in range(3)]
         model, x = nn.Sequential(*layers).to(device), large_inputs(device)
 
@@ -90,15 +90,8 @@ class TestPart2Recompute:
         run = lambda module: module.recompute if module else plain  # noqa: E731
         reads = lambda module: held(model, x, lambda: calls(run(module), x))  # noqa: E731
         given = ("held between the passes, 3 calls, by keyword", 4 * one_input(x), "(3 + 1) inputs")
-        cause = "something of the inside is kept"
+        cause = "part of the inside is kept"
         check_limit(*given, reads, answer, reference, cause=cause)
-
-    @pytest.mark.survives("recompute", 1)
-    @recomputed("calls share what they found, or it serves one second run only")
-    def test_calls_share_nothing(self):
-        for name, make in STATES.items():
-            yield f"three calls, {name}", chain(make, passes=3)
-            yield f"others between two backward passes, {name}", chain(make, late=_others), 3
 
     @pytest.mark.saves("recompute", "held")
     def test_leaves_nothing_behind(self, answer, device):
@@ -108,8 +101,15 @@ class TestPart2Recompute:
         for forward in (one, lambda x: answer.recompute(one, x, state=[block])):
             check_nothing_left(block, x, lambda forward=forward: forward(x * 1))
 
+    @pytest.mark.survives("recompute", 1)
+    @recomputed("calls share saved state, or it serves only one second run")
+    def test_calls_share_nothing(self):
+        for name, make in STATES.items():
+            yield f"three calls, {name}", chain(make, passes=3)
+            yield f"others between two backward passes, {name}", chain(make, late=_others), 3
+
     @pytest.mark.survives("recompute", 2)
-    @recomputed("an argument, a result, or the graph of one of them is lost on the way")
+    @recomputed("an argument or a result is lost on the way, or its gradient")
     def test_gives_gradients_to_tensors_anywhere(self):
         yield "in containers by keyword", chain(mixers, a={"b": FLOAT, "c": [{"d": FLOAT}]})
         yield "in a tuple by position", chain(mixers, FLOAT, (FLOAT, 2.5, None))
@@ -125,8 +125,8 @@ class TestPart2Recompute:
         check_raises(loss.backward, Exception, when=when, cause=cause)
 
     @pytest.mark.survives("recompute", 4)
-    @recomputed("they are put back if all goes well: no finally")
-    def test_puts_everything_back_after_an_error(self):
+    @recomputed("streams and buffers are restored only without an error: no finally")
+    def test_restores_everything_after_an_error(self):
         for error in (ValueError, KeyboardInterrupt):
             for name, make in STATES.items():
                 given = {"call": partial(_failing, error), "step": {"backward": _tried_again}}
@@ -141,7 +141,7 @@ class TestPart2Recompute:
         yield "the backward pass alone is under it", chain(noisy, step={"backward": under_autocast})
 
     @pytest.mark.survives("recompute", 6)
-    @recomputed("gradients are switched on again inside, or it runs twice at once")
+    @recomputed("gradients are switched on inside, or the function runs twice")
     def test_runs_once_without_gradients(self):
         for name, make in STATES.items():
             yield name, chain(make, step={"outer": torch.no_grad}), 1
@@ -179,7 +179,7 @@ def _tried_again(loss, leaves):
 
 
 def _others(model):
-    """Other numbers are drawn, and buffers are replaced, as by a step on other data."""
+    """Draw numbers and replace buffers, as a step on other data would."""
     draw_on(model)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

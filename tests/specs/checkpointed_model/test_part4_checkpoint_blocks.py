@@ -1,7 +1,6 @@
-"""Checkpoints in models of others: which blocks, the same bits, bytes, and what may be held."""
+"""Checkpoints in somebody else's model: which blocks, the same bits, bytes, and what is kept."""
 
 import copy
-from collections import Counter
 from functools import partial
 from itertools import product
 
@@ -9,12 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from kit.laws import draw
 from kit.laws.checks import ERRORS, check_equal, check_raises
-from kit.laws.scenarios import scenarios
 from kit.laws.toys import Block
 from kit.laws.untouched import observed
-from kit.private_torch import DispatchMode
 from specs.checkpointed_model.blocks import (
     Chain,
     Counting,
@@ -24,6 +20,7 @@ from specs.checkpointed_model.blocks import (
     Noisy,
     Normed,
     Pair,
+    again,
     chain,
     checkpointed,
     counting,
@@ -52,56 +49,15 @@ ATTENTION = [getattr(ATEN, f"_scaled_dot_product_{kind}").default for kind in KI
 DEAR = [*MATMULS, *ATTENTION]
 
 
-class Calls(DispatchMode):
-    """Counts the operators that run, by overload."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def transformer():
     return [Block(WIDTH, heads=2)]
 
 
-def of_keep(got, want):
-    """What is held wrongly, or not held, if it is only one of these."""
-    again, held = ([op for op in a if op not in b] for a, b in ((got, want), (want, got)))
-    if again and not held:
-        return f"in `keep`, and not held: {', '.join(again)}"
-    return f"not in `keep`, and held: {', '.join(held)}" if held and not again else None
-
-
-@scenarios("operators that run again", of_keep)
-def again(answer, device, name, make, keep, looked_at, dtype=None):
-    """Those that run more often than in the plain model, in forward and backward together."""
-    counts = []
-    for checkpoint in (False, True):
-        draw.seed(3)
-        model = nn.Sequential(*make()).to(device)
-        if checkpoint:
-            answer.checkpoint_blocks(model, type(model[0]), keep=keep)
-        x = draw.randn(*SHAPE, device=device, requires_grad=True)
-        with Calls() as calls:
-            for _ in range(2):
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    y = model(x)
-                y.float().square().mean().backward()
-        counts.append(calls.counts)
-    before, now = counts
-    return (
-        [str(op) for op in looked_at if now[op] > before[op]],
-        [str(op) for op in looked_at if before[op] and op not in keep],
-    )
-
-
 class TestPart4CheckpointBlocks:
     @pytest.mark.works("checkpoint_blocks", "blocks")
-    @checkpointed("the search stops too early, goes by names or ==, or counts one inside another")
+    @checkpointed(
+        "the search stops too early, goes by names or exact types, or counts nested blocks"
+    )
     def test_finds_every_block_wherever_it_is(self):
         yield "a list of 12", chain(partial(mixers, 12)), [12]
         yield "at several depths", chain(partial(mixers, 4), tree=_deep), [4]
@@ -114,10 +70,14 @@ class TestPart4CheckpointBlocks:
         yield "a block in two places", chain(lambda: mixers(1) * 2, tree=two), [1]
 
     @pytest.mark.exact("checkpoint_blocks", "runs")
-    @checkpointed("the block's own mode is not asked, or not at each of its calls")
-    def test_recomputes_where_it_trains(self):
+    @checkpointed("the block's own mode is not checked, or not at each call")
+    def test_recomputes_only_in_training(self):
         ready = lambda model: model.eval() and None  # noqa: E731
-        yield "handed in in eval mode", chain(mixers, prepared=ready, later=nn.Module.train), [2]
+        yield (
+            "checkpointed in eval mode, then trained",
+            chain(mixers, prepared=ready, later=nn.Module.train),
+            [2],
+        )
         in_eval = lambda model: [block.eval() for block in model.order] and None  # noqa: E731
         yield "blocks in eval mode in a model that trains", chain(mixers, later=in_eval), [2], 1
         yield "no_grad", chain(mixers, step={"outer": torch.no_grad}), [2], 1
@@ -135,9 +95,9 @@ class TestPart4CheckpointBlocks:
 
     @pytest.mark.saves("checkpoint_blocks", "held")
     @pytest.mark.parametrize("case", ["held", RETAINED])
-    def test_holds_one_input_a_block_of_others(self, answer, reference, device, case):
-        """Of 4 blocks 3 inputs, as x is the baseline's, and the output; the bar adds 1. At the peak
-        it is one block's inside besides, with its output and gradients."""
+    def test_each_block_of_any_model_holds_one_input(self, answer, reference, device, case):
+        """4 blocks: 3 inputs (x is in the baseline) and the output; the bar adds 1. At the peak
+        there is also one block's inside, with its output and gradients."""
         x = large_inputs(device)
         reads = partial(_reads, held, x=x)
         title, limit, formula = "held between the passes", 5 * one_input(x), "(4 + 1) inputs"
@@ -145,7 +105,7 @@ class TestPart4CheckpointBlocks:
             reads = partial(_reads, partial(peak, retain=True), x=x)
             title, formula = f"peak above the baseline, {case}", "4 inputs + 1 inside"
             limit = 4 * one_input(x) + reads(None, blocks=1)
-        title, cause = f"{title}, 4 blocks, called by keyword", "more is held than inputs"
+        title, cause = f"{title}, 4 blocks, called by keyword", "more than inputs is held"
         check_limit(title, limit, formula, reads, answer, reference, cause=cause)
 
     @pytest.mark.saves("checkpoint_blocks", "held")
@@ -169,20 +129,20 @@ class TestPart4CheckpointBlocks:
         check_equal(got, want, "the model", cause="a block is wrapped, or the class is patched")
 
     @pytest.mark.survives("checkpoint_blocks", 2)
-    @checkpointed("the second run has the hooks in it, or begins before one")
+    @checkpointed("hooks run again in the second run, or are lost")
     def test_hooks_of_a_block_run_once(self):
         yield "registered before", chain(mixers, prepared=_hooked), [2]
         yield "registered after", chain(mixers, later=_hooked), [2]
 
     @pytest.mark.survives("checkpoint_blocks", 3)
-    @checkpointed("an argument or result is handed on in one way only")
+    @checkpointed("some kind of argument or result is not passed on")
     def test_blocks_take_and_return_anything(self):
         yield "by keyword", chain(mixers, name="late", shift=FLOAT, extra={"d": FLOAT}), [2]
         yield "x by keyword", chain(mixers, call=lambda run, block, x: block(that=x)), [2]
         yield "by position", chain(mixers, FLOAT, Pair(FLOAT, 3)), [2]
         every = lambda run, block, x, /, **named: block(x, **named)  # noqa: E731
         names = dict.fromkeys(["function", "state", "keep"], FLOAT)
-        yield "keywords that functions here have too", chain(mixers, call=every, **names), [2]
+        yield "keywords that this kata uses too", chain(mixers, call=every, **names), [2]
 
     @pytest.mark.survives("checkpoint_blocks", 4)
     @checkpointed("something in the copy, such as a closure, still belongs to the original block")
@@ -213,8 +173,8 @@ class TestPart4CheckpointBlocks:
         yield "batch norm", norm, [1], 2, DEAR
 
     @pytest.mark.survives("checkpoint_blocks", 5)
-    @again("a fixed set decides, or all is held, or nothing, or operators count for overloads")
-    def test_holds_the_results_of_these_operations_and_of_no_others(self):
+    @again("everything, nothing or a fixed set is held, or overloads are not told apart")
+    def test_keeps_exactly_the_listed_operations(self):
         seen = [ADDMM, GELU, NORM, *ATTENTION]
         yield "nothing", transformer, [], seen
         yield "a set", transformer, {NORM}, seen
@@ -225,8 +185,8 @@ class TestPart4CheckpointBlocks:
 
     @pytest.mark.survives("checkpoint_blocks", 5)
     def test_holds_less_than_the_plain_model(self, answer, reference, device):
-        """Of a block DEAR keeps qkv 3, attention 1 (its logsumexp heads / width = 2 / 16), out 1,
-        up 3 and down 1. Kept besides, the GELU's result alone would be 3 more."""
+        """Per block DEAR keeps qkv 3, attention 1 (its logsumexp heads / width = 2 / 16), out 1,
+        up 3 and down 1. Keeping the GELU's result too would be 3 more."""
         x = large_inputs(device)
         reads = lambda module: _reads(peak, module, x, keep=module.DEAR if module else ())  # noqa: E731
         limit = _reads(peak, answer, x) + 4 * (9 + 2 / WIDTH) * one_input(x)
@@ -242,13 +202,13 @@ class TestPart4CheckpointBlocks:
             yield f"{dtype}, {len(keep)} kept", chain(two_noisy, step=step), [2], 2, keep
 
     @pytest.mark.survives("checkpoint_blocks", 6)
-    @again("keep is not heeded under autocast, or nothing is recomputed there")
+    @again("keep is ignored under autocast, or nothing is recomputed there")
     def test_keeps_under_autocast(self):
         for dtype in HALVES:
             yield f"{dtype}", transformer, MATMULS, [ADDMM, GELU], dtype
 
     @pytest.mark.survives("checkpoint_blocks", 7)
-    @checkpointed("calls share contexts, or overwrite what another one holds")
+    @checkpointed("calls share contexts, or overwrite each other's results")
     def test_what_is_kept_is_not_shared(self):
         yield "two passes", chain(two_noisy, passes=2), [2], 2, DEAR
         yield "one block thrice in a row", chain(lambda: counting() * 3), [1], 2, DEAR
@@ -262,18 +222,18 @@ class TestPart4CheckpointBlocks:
 
 
 def _refused(answer, model, kind, error, named, when, **keep):
-    """Fail unless it is an error, and the model is as it was."""
+    """Fail unless it raises and leaves the model as it was."""
     __tracebackhide__ = True
     before = observed(model)
     call = partial(answer.checkpoint_blocks, model, kind, **keep)
     check_raises(call, error, mentions=[named], when=when)
     changed = [key for key, value in observed(model).items() if value != before[key]]
-    cause = "something has been changed before everything was looked at"
+    cause = "something was changed before everything was checked"
     check_equal(changed, [], f"what is changed by a refusal {when}", cause=cause, clause=ERRORS)
 
 
 def _reads(reads, module, x, blocks=4, keep=()):
-    """What transformer blocks take that are called by keyword; for no module plain ones."""
+    """The bytes of transformer blocks called by keyword; without a module they are plain."""
     model = nn.ModuleList(Block(WIDTH, heads=2) for _ in range(blocks)).to(x.device)
     if module:
         module.checkpoint_blocks(model, Block, keep=keep)
