@@ -38,9 +38,6 @@ class MemoryIntensiveBlock(nn.Module):
 
         children  `up`, `relu`, `dropout` and `down`
         mask      bool (batch, length); where it is False, x comes through unchanged
-
-    Args:
-        hidden_dim: the width of x.
     """
 
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
@@ -57,7 +54,7 @@ class LargeModel(nn.Module):
         runs       in training mode, with gradients on and `use_checkpoint`, each block that a
                    gradient reaches runs exactly once more, in the backward pass; otherwise not
         held       each block's input between the passes; nothing afterwards
-        peak       with gradients allocated: num_layers + 2 inputs + 1 inside
+        peak       with gradients already allocated: num_layers + 2 inputs + 1 inside
         same bits  output, gradients and random stream as without checkpoints
         keys       of state_dict(): only the blocks' own
         segments   part 3: `segment_size` s blocks, fewer at the end, share a checkpoint, and each
@@ -124,7 +121,6 @@ def recompute(
 
     Args:
         function: takes and returns anything, and changes no argument.
-        state: modules and torch.Generators.
 
     Details:
         1. Several calls may precede one backward pass, and two backward passes may follow one call.
@@ -191,4 +187,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub f74cc3760182
+# untouched stub be81c365f347

@@ -41,9 +41,6 @@ class MemoryIntensiveBlock(nn.Module):
 
         children  `up`, `relu`, `dropout` and `down`
         mask      bool (batch, length); where it is False, x comes through unchanged
-
-    Args:
-        hidden_dim: the width of x.
     """
 
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
@@ -67,7 +64,7 @@ class LargeModel(nn.Module):
         runs       in training mode, with gradients on and `use_checkpoint`, each block that a
                    gradient reaches runs exactly once more, in the backward pass; otherwise not
         held       each block's input between the passes; nothing afterwards
-        peak       with gradients allocated: num_layers + 2 inputs + 1 inside
+        peak       with gradients already allocated: num_layers + 2 inputs + 1 inside
         same bits  output, gradients and random stream as without checkpoints
         keys       of state_dict(): only the blocks' own
         segments   part 3: `segment_size` s blocks, fewer at the end, share a checkpoint, and each
@@ -170,7 +167,6 @@ def recompute(
 
     Args:
         function: takes and returns anything, and changes no argument.
-        state: modules and torch.Generators.
 
     Details:
         1. Several calls may precede one backward pass, and two backward passes may follow one call.
@@ -199,8 +195,8 @@ def _recompute(
             keeping, replaying = create_selective_checkpoint_contexts(list(keep))
         return keeping, _Found(state, replaying)
 
-    # Tensors by position are saved by autograd, which notices a change in place. Keyword arguments
-    # must not mix with those of checkpoint() itself.
+    # Tensors by position are saved by autograd, which notices a change in place. The partial keeps
+    # keyword arguments apart from checkpoint()'s own.
     run = partial(function, **kwargs)
     return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 

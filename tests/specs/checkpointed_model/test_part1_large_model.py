@@ -169,6 +169,7 @@ class TestPart1LargeModel:
             name = f"frozen are {[*numbers]}, segments of {size}, x with gradient: {grad}"
             yield name, large(frozen=partial(_in_blocks, numbers), size=size, grad=grad), None
         yield "all are frozen, segments of 2", large(frozen=lambda name: True, size=2), None
+        yield "all are frozen, x too", large(frozen=lambda name: True, grad=False), None
 
     @pytest.mark.survives("LargeModel", 3)
     @as_without("what the second run needs is kept on the model, where another pass overwrites it")
