@@ -36,8 +36,8 @@ DEAR: frozenset[Any] = frozenset(
 class MemoryIntensiveBlock(nn.Module):
     """A feed-forward block, four times as wide inside: x + down(dropout(relu(up(x)))).
 
-        children  `up`, `relu`, `dropout` and `down`
-        mask      bool (batch, length); where it is False, x comes through unchanged
+    children  `up`, `relu`, `dropout` and `down`
+    mask      bool (batch, length); where it is False, x comes through unchanged
     """
 
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
@@ -187,4 +187,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub be81c365f347
+# untouched stub ed1a2c3d3dbe
