@@ -36,8 +36,11 @@ DEAR: frozenset[Any] = frozenset(
 class MemoryIntensiveBlock(nn.Module):
     """A feed-forward block, four times as wide inside: x + down(dropout(relu(up(x)))).
 
-    children  `up`, `relu`, `dropout` and `down`
-    mask      bool (batch, length); where it is False, x comes through unchanged
+        children  `up`, `relu`, `dropout` and `down`
+        mask      bool (batch, length); where it is False, x comes through unchanged
+
+    Args:
+        hidden_dim: the width of x.
     """
 
     def __init__(self, hidden_dim: int, dropout: float = 0.1) -> None:
@@ -187,4 +190,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub ed1a2c3d3dbe
+# untouched stub 35e937a12d93
