@@ -296,8 +296,8 @@ def checkpoint_blocks(
         2. Hooks of a block run once a call.
         3. Blocks take and return anything, and change no argument.
         4. A deep copy of the model checkpoints its own blocks.
-        5. Only operations not in `keep` run again. `keep` has no views, casts, in-place or random
-           operations, and nobody changes its results in place.
+        5. Only operations not in `keep` run again. `keep` has no views, casts or in-place
+           operations, none of its calls draws random numbers, and its results stay unchanged.
         6. The same bits under autocast, and `keep` works there too.
         7. Several calls of a block may precede one backward pass.
     """
