@@ -1,14 +1,15 @@
-"""Sharded checkpoints: build a model that no rank could hold, save it, and go on elsewhere.
+"""Sharded checkpoints: build a model too large for any rank, save it, resume on other ranks.
 
-A sharded model is one of fully_shard: on N ranks a rank holds 1/N of each parameter's rows,
-rounded up. A rank's part is its rows of weights and optimizer state. All ranks call these functions
+A sharded model is one of fully_shard: each of N ranks holds 1/N of each parameter's rows, rounded
+up. A rank's part is its rows of weights and optimizer state. All ranks call these functions
 together, with the same arguments.
 
-    evaluated  a model may just have been, its parameters still whole
-    together   where one rank raises an Exception, every rank raises; none is left waiting
+    evaluated  a model may be saved right after a forward pass without backward, with some
+               parameters still unsharded
+    together   if a function, file or folder fails on one rank, every rank raises; none hangs
     untouched  gradients, modes and the random state, unless a line says otherwise
-    errors     what Raises lists is a ValueError on every rank that names the offending value,
-               before any change
+    errors     Raises lists ValueErrors: on every rank, naming the offending value, before any
+               change
 
 Sources: Zhao et al., PyTorch FSDP (arXiv 2304.11277); torch.distributed.checkpoint.
 """
@@ -52,32 +53,28 @@ def build(
     init: Callable[[nn.Module], None],
     make_optimizer: MakeOptimizer,
 ) -> tuple[nn.Module, Optimizer]:
-    """A model that no rank could hold: made without memory, sharded, and given its first values.
+    """Build a model too large for any rank: make it on meta, shard it, initialise its shards.
 
-        values     those of one process that calls `init` on each module, in the order of
+        values     as when one process calls `init` on each module, in the order of
                    `model.modules()`: the same bits on any number of ranks
-        units      fully_shard has each block, without the blocks inside it, and the model for
+        units      fully_shard on each block, without the blocks inside it, and on the model for
                    the rest
-        optimizer  made of the shards
-        memory     a rank holds at most its shards, the buffers, and two units whole
+        optimizer  has the shards
+        memory     a rank holds at most its shards, the buffers, and two units unsharded
 
         >>> model, optimizer = build(GPT, mesh, Block, init, torch.optim.AdamW)
 
     Args:
-        make_model: called once, under the meta device.
+        make_model: called under the meta device.
         mesh: one-dimensional, all ranks in order.
         block_types: classes of the blocks; subclasses count.
-        init: sets all parameters and buffers of one module in place, not those of its children.
-        make_optimizer: called once, with all parameters.
+        init: sets a module's own parameters and buffers in place, not its children's; draws from
+            the default generator, whose state is the same on every rank.
+        make_optimizer: gets all parameters, frozen ones too.
 
     Details:
-        1. `init` draws from the default generator, which has the same state on every rank; what
-           it draws in one process is all that moves the generator: make_model and make_optimizer
-           draw nothing. `init` knows a module by isinstance(), for fully_shard changes its type().
-        2. A parameter of two modules in one unit stays tied; each of them sets it anew, and the
-           last one counts. No two modules share a buffer.
-        3. Train mode, requires_grad and the keys of state_dict() stay as make_model has left them.
-           A block stands in the model only once.
+        1. A parameter shared by two modules of one unit stays tied.
+        2. Train mode, requires_grad and the keys of state_dict() stay as make_model set them.
     """
 
     def make() -> nn.Module:
@@ -89,29 +86,29 @@ def build(
             _initialise(module, init)
 
     model = _together(make)
-    # From the inside out, where modules are fewer: a call takes every parameter below it that no
-    # call before has taken.
+    # Innermost first, so by the number of modules inside: fully_shard takes all parameters below
+    # a module that no earlier call has taken.
     for module in sorted(model.modules(), key=lambda module: len([*module.modules()])):
         if isinstance(module, block_types) or module is model:
             fully_shard(module, mesh=mesh)
     model.to_empty(device=mesh.device_type)
     _together(initialise)
-    # Last: the parameters that make_model has made are not the ones that train.
+    # Last: fully_shard and to_empty() may replace parameters.
     return model, _together(lambda: make_optimizer(model.parameters()))
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
     shards = dict(module.named_parameters(recurse=False))
     for name, shard in shards.items():
-        # Whole for as long as `init` runs. Drawing straight into the shards would give every rank
-        # the same numbers, and other ones than one process draws.
+        # Unsharded only while `init` runs. Drawn into shards, every rank would have the same
+        # numbers, and not those of one process.
         whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
         setattr(module, name, nn.Parameter(whole, shard.requires_grad))
     init(module)
     for name, shard in shards.items():
         assert isinstance(shard, DTensor)
         mine, whole = shard.to_local(), getattr(module, name)
-        rows = -(-len(whole) // shard.device_mesh.size())  # rounded up: the last ranks have fewer
+        rows = -(-len(whole) // shard.device_mesh.size())  # rounded up: last ranks have fewer
         first = rows * shard.device_mesh.get_local_rank()
         with torch.no_grad():
             mine.copy_(whole[first : first + len(mine)])
@@ -122,69 +119,61 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
 
 
 def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save a checkpoint of training, sharded: every rank writes its own part.
+    """Save a sharded checkpoint of training: every rank writes its own part.
 
         complete  when save returns on any rank, load finds the new checkpoint
-        older     checkpoints stay
-        memory    a rank takes at most its part once more, and two whole parameters
+        memory    a rank takes at most its part once more, and two unsharded parameters
 
         >>> save("run", model, optimizer, step=100)
 
     Args:
-        folder: of all checkpoints of a run; made if missing; anything else in it stays.
-        model: sharded over all ranks, which have the same buffers.
-        optimizer: SGD, Adam or AdamW, its settings no tensors; has made a step with every
-            parameter that requires a gradient, and with no others.
+        folder: of the run's checkpoints; made if missing; other files in it stay.
+        model: sharded over all ranks, with the same buffers on each.
+        optimizer: SGD, Adam or AdamW; has made a step, with gradients for exactly the parameters
+            that require them.
         step: of training, from 1.
 
     Raises:
-        a step below 1, or not above the newest checkpoint's.
+        a step that is not above the newest checkpoint's.
 
     Details:
-        1. A save that is killed before it is complete leaves the checkpoint before it as the
-           newest.
-        2. So does a save that fails on any rank, such as on a full disk; it raises on every rank.
-           torch's CheckpointException, which is no Exception, will do.
-        3. Whatever such a save has left behind, any number of ranks can save its step again.
+        1. A save killed before it is complete leaves the checkpoint before it as the newest.
+        2. So does a save that fails on any rank, as on a full disk; it raises on every rank.
+        3. After either, any number of ranks can save that step again.
     """
 
     def check() -> None:
         newest = _newest(folder)
-        if step < 1 or (newest is not None and step <= int(newest.name)):
-            raise ValueError(
-                f"step {step} is below 1, or not above {newest}, the newest checkpoint"
-            )
+        if newest is not None and step <= int(newest.name):
+            raise ValueError(f"step {step} is not above {newest}, the newest checkpoint")
 
     _together(check)
-    weights, state = _together(lambda: get_state_dict(model, optimizer))
-    # A folder of its own, in which .metadata is written last: without it, it does not count.
+    weights, state = get_state_dict(model, optimizer)
+    # One folder per step. dcp writes its .metadata last: without it, a folder does not count.
     dcp.save(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=Path(folder) / str(step)
     )
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
-    """Load the newest complete checkpoint, on any number of ranks.
+    """Load the complete checkpoint of the highest step, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: weights, persistent buffers,
-                 optimizer state (on ranks without rows too), and all settings of all groups are
-                 as saved
-        drops    `grad` of all parameters
-        memory   as in `save`, new state included; a mapped file counts whole
+        goes on  training continues as if it had not stopped: the model's state dict, optimizer
+                 state and all settings of all groups are as saved; gradients are dropped
+        memory   as in `save`, new state included; a memory-mapped file counts in full
 
         >>> step = load("run", model, optimizer)
 
     Args:
         folder: as in `save`.
-        model: sharded, of the class that was saved, with the same parameters frozen.
-        optimizer: made alike (class, groups, kind of state); with other settings, and state or
-            none.
+        model: sharded, of the saved class, with the same frozen parameters.
+        optimizer: of the same class, groups and kind of state, new or not; settings may differ.
 
     Returns:
         the step that was saved.
 
     Raises:
-        no checkpoint; other names or shapes of weights or persistent buffers. Names the folder.
+        no checkpoint; other names or shapes in the model's state dict. Names the folder.
     """
 
     def find() -> tuple[Path, dict[str, Any]]:
@@ -198,25 +187,24 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         return newest, saved
 
     newest, saved = _together(find)
-    # What the optimizer's groups lack, such as a scheduler's settings, needs a place to be read to.
+    # dcp reads only keys that are there. A new optimizer lacks some, such as a scheduler's.
     for name in saved:
         if name.startswith("optimizer.param_groups."):
             number, key = name.split(".", 3)[2:]
             optimizer.param_groups[int(number)].setdefault(key, None)
-    # The optimizer's state is made anew, to be read to, and not with gradients around.
+    # get_state_dict makes the state to read into, but only if there is none, and no gradients.
     model.zero_grad()
     optimizer.state.clear()
     weights, state = get_state_dict(model, optimizer)
     dcp.load(  # type: ignore[attr-defined]
         {"model": weights, "optimizer": state}, checkpoint_id=newest
     )
-    states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": state}
-    _together(lambda: set_state_dict(model, optimizer, **states))
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     return int(newest.name)
 
 
 def _newest(folder: str | os.PathLike[str]) -> Path | None:
-    """The last checkpoint that was saved to its end."""
+    """The complete checkpoint of the highest step."""
     done = [path.parent for path in Path(folder).glob("*/.metadata") if path.parent.name.isdigit()]
     return max(done, key=lambda path: int(path.name), default=None)
 
@@ -227,11 +215,11 @@ def _shapes(state: dict[str, Any]) -> dict[str, Any]:
 
 def _check_same_shapes(path: object, there: dict[str, Any], here: dict[str, Any]) -> None:
     if other := sorted(n for n in {*there, *here} if there.get(n) != here.get(n)):
-        raise ValueError(f"{path} is of another model, first in {other[0]}")
+        raise ValueError(f"{path} is of another model: {other[0]} differs")
 
 
 def _together(action: Callable[[], _T]) -> _T:
-    """What `action` returns; if it has failed on any rank, every rank raises."""
+    """What `action` returns; if it fails on any rank, every rank raises."""
     result, error = [], None
     try:
         result.append(action())
@@ -250,36 +238,26 @@ def _together(action: Callable[[], _T]) -> _T:
 
 
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Save the weights as one file, for `torch.load` and the model as it is without shards.
+    """Save the weights as one file, for `torch.load` and the unsharded model.
 
-        contents  names and values of the state dict of the model without shards: ordinary tensors
-                  on the cpu, without padding; a tied weight under all its names, with one storage
+        contents  the state dict of the unsharded model, as ordinary tensors on the cpu
         returns   on every rank once the file is there; rank 0 writes it
         memory    ranks other than 0 take at most three times the largest parameter, padded
-        whole     the file is complete or not there; one from before stays until then, if the
-                  save is killed, or fails and raises on every rank
+        whole     a save that is killed or fails leaves the file from before, or none; a failure
+                  raises on every rank
 
         >>> save_whole("model.pt", model)
 
     Args:
-        path: of the file; its folder is there.
+        path: of the file, in a folder that exists.
         model: sharded.
     """
-    _together(model.state_dict)  # its hooks may fail on one rank alone
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    # It gathers one parameter after another, so every rank takes part; only rank 0 gets the result.
+    # Every rank takes part: parameters are gathered one by one. Only rank 0 gets the result.
     weights = get_model_state_dict(model, options=options)
 
     def write() -> None:
         if dist.get_rank() == 0:
-            # What was gathered is a view, and torch.save would write the padding behind it as
-            # well: a copy of each without, and one for all names of a tied weight.
-            copies: dict[Any, Any] = {}
-            for name, value in model.state_dict(keep_vars=True).items():
-                if value not in copies:
-                    whole: Any = weights[name]
-                    copies[value] = whole.clone()
-                weights[name] = copies[value]
             partial = Path(f"{os.fspath(path)}.partial")
             torch.save(weights, partial)
             os.replace(partial, path)
@@ -288,19 +266,18 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Load the file of `save_whole`, or of one process, into a sharded model.
+    """Load a file of `save_whole`, or of one process, into a sharded model.
 
-        in place  the optimizer's parameters are the ones that are set
+        in place  parameters are set, not replaced: the optimizer still has them
 
         >>> load_whole("model.pt", model)
 
     Args:
-        path: of the file, which every rank may read as a whole.
+        path: of the file.
         model: sharded.
 
     Raises:
-        a name that only the file or only the model's state dict has, or a shape that differs, of
-        buffers too; names one of them and the path.
+        other names or shapes than in the model's state dict; names one of them and the path.
     """
 
     def read() -> dict[str, Any]:
@@ -309,5 +286,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         return found
 
     options = StateDictOptions(full_state_dict=True)
-    weights = _together(read)
-    _together(lambda: set_model_state_dict(model, weights, options=options))
+    set_model_state_dict(model, _together(read), options=options)

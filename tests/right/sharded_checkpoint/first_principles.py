@@ -38,13 +38,13 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _rows(total: int, parts: int, part: int) -> tuple[int, int]:
-    """The run of rows, from start to stop, that the part gets: equal runs, rounded up."""
+    """The rows, from start to stop, of a part: equal runs, rounded up."""
     run = -(-total // parts)
     return min(part * run, total), min((part + 1) * run, total)
 
 
 def _own_rows(total: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """The run of rows that this rank holds."""
+    """The rows of this rank."""
     group = mesh.get_group()
     return _rows(total, group.size(), group.rank())
 
@@ -80,7 +80,7 @@ def _sharded(tensor: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
 
 
 def _give_back(model: nn.Module) -> None:
-    """Every unit gives back what it has gathered: the model's parameters are its shards."""
+    """Reshard every unit: the model's parameters are its shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -122,13 +122,12 @@ def build(
 def _first_values(
     model: nn.Module, mesh: DeviceMesh, init: Callable[[nn.Module], None]
 ) -> dict[nn.Parameter, Tensor]:
-    """Call `init` on every module, whose own parameters are whole meanwhile, and keep our rows.
+    """Call `init` on every module, its own parameters unsharded, and keep our rows.
 
     The parameters stay on the meta device, as keys; the buffers get memory for good.
     """
     device = _device(mesh)
     shards: dict[nn.Parameter, Tensor] = {}
-    buffers: dict[Tensor, Tensor] = {}
     errors: list[BaseException] = []
     for module in model.modules():
         own = {name: p for name, p in module._parameters.items() if p is not None}
@@ -144,11 +143,9 @@ def _first_values(
         module._parameters.update({name: whole[p] for name, p in own.items()})
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                if buffer not in buffers:
-                    buffers[buffer] = torch.empty_like(buffer, device=device)
-                module._buffers[name] = buffers[buffer]
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
-        if not errors:  # after one the ranks still gather what is tied, all of them
+        if not errors:  # after an error all ranks go on, to gather tied parameters together
             try:
                 init(module)
             except BaseException as error:
@@ -172,7 +169,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     folder = Path(folder)
     newest = _newest(folder, mesh)
     if step <= newest:  # which is 0 where there is none
-        raise ValueError(f"step is {step}: it must be 1 at least, and above the newest, {newest}")
+        raise ValueError(f"step is {step}: it must be above the newest, {newest}")
     first = mesh.get_group().rank() == 0
     unfinished = folder / _UNFINISHED
 
@@ -194,7 +191,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
             shutil.rmtree(unfinished, ignore_errors=True)
 
     what = f"saving step {step} in {folder}"
-    part, common = _together(mesh, what, lambda: _pack(model, optimizer, mesh))
+    part, common = _pack(model, optimizer, mesh)
     try:
         _together(mesh, what, prepare)
 
@@ -212,9 +209,9 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
         raise
 
 
-# A checkpoint is a folder `step-<number>`. There, every rank has written its rows of all weights
-# and of the optimizer's state, a file for each, and rank 0 what all have in common. The folder has
-# another name until every rank has written: what has the right name is complete.
+# A checkpoint is a folder `step-<number>`, in which every rank writes its rows of each weight and
+# state, a file for each, and rank 0 what all have in common. The folder has another name until
+# every rank has written: one with the right name is complete.
 _UNFINISHED = "unfinished"
 _COMMON = "common.pt"
 
@@ -245,7 +242,7 @@ def _write(path: Path, content: Any) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in the folder last."""
+    """Write the names in the folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -285,7 +282,7 @@ def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 class _Common(NamedTuple):
-    """What rank 0 writes. An entry of the optimizer's state is (a parameter's number, a key)."""
+    """What rank 0 writes. An entry of optimizer state is (number of the parameter, key)."""
 
     parts: int
     shapes: dict[str, tuple[int, ...]]  # of all that the model's state dict has
@@ -331,7 +328,7 @@ def _pack(
 
 
 class _Parts:
-    """The parts that the ranks have written, from which rows are read as they are needed."""
+    """The parts that the ranks wrote; rows are read when needed."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
@@ -343,7 +340,7 @@ class _Parts:
             first, last = _rows(total, self.count, index)
             low, high = max(first, start), min(last, stop)
             if low < high:
-                # Memory-mapped: of a file that is opened, only what is used is read.
+                # Memory-mapped: only the rows that are used are read.
                 path = self.folder / _part_name(index, kind, key)
                 rows = torch.load(path, map_location="cpu", mmap=True)[low - first : high - first]
                 into[low - start : high - start].copy_(rows)
@@ -362,7 +359,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         f"reading {here}",
         lambda: _Common(**torch.load(here / _COMMON, map_location="cpu", weights_only=False)),
     )
-    contents = _together(mesh, f"reading {here}", lambda: _contents(model))
+    contents = _contents(model)
     difference = _difference(common.shapes, _shapes(contents))
     if difference is None and common.groups != _groups(model, optimizer):
         difference = "the optimizer's groups hold other parameters"
@@ -411,13 +408,10 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     mesh = _mesh(model)
     path = Path(path)
     first = mesh.get_group().rank() == 0
-    contents = _together(mesh, f"saving {path}", lambda: _contents(model))
-    whole: dict[DTensor, Tensor | None] = {}  # what is tied is gathered once
-    for name, value in contents.items():
+    contents: dict[str, Any] = {}
+    for name, value in _contents(model).items():
         if isinstance(value, DTensor):
-            if value not in whole:
-                whole[value] = _gather_to_first(value, mesh)
-            contents[name] = whole[value]
+            contents[name] = _gather_to_first(value, mesh)
         else:
             contents[name] = value.detach().cpu()
 
@@ -450,7 +444,7 @@ def _gather_to_first(parameter: DTensor, mesh: DeviceMesh) -> Tensor | None:
         return None
     rows = local.new_empty(ranks * run, *rest)
     dist.gather(padded, list(rows.view(ranks, run, *rest)), group=group, group_dst=0)
-    return rows[:total].cpu().clone()  # without the padding, which would go into the file
+    return rows[:total].cpu()
 
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -461,7 +455,7 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
         f"reading {path}",
         lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True),
     )
-    contents = _together(mesh, f"reading {path}", lambda: _contents(model))
+    contents = _contents(model)
     difference = _difference(_shapes(saved), _shapes(contents))
     if difference is not None:
         raise ValueError(f"{os.fspath(path)} is of another model: {difference}")

@@ -47,7 +47,7 @@ def build(
         if not errors:
             try:
                 init(module)
-            except BaseException as error:  # the others may wait for a tied parameter
+            except BaseException as error:  # others may be gathering a tied parameter
                 errors.append(error)
 
     def raise_first() -> None:
@@ -55,9 +55,8 @@ def build(
             raise error
 
     shards: dict[nn.Parameter, nn.Parameter] = {}  # by the meta parameter
-    buffers: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        _init_one(module, mesh, init_until_one_fails, shards, buffers)
+        _init_one(module, mesh, init_until_one_fails, shards)
     _everywhere(raise_first)
     names = {name: shards[param] for name, param in model.named_parameters(remove_duplicate=False)}
     for block in reversed([m for m in model.modules() if isinstance(m, block_types)]):
@@ -74,12 +73,10 @@ def _init_one(
     mesh: DeviceMesh,
     init: Callable[[nn.Module], None],
     shards: dict[nn.Parameter, nn.Parameter],
-    buffers: dict[Tensor, Tensor],
 ) -> None:
     """Let `init` set the module's own parameters while they are whole, and keep their shards."""
-    for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-        whole = buffers.setdefault(buffer, torch.empty_like(buffer, device=mesh.device_type))
-        setattr(module, name, whole)
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty_like(buffer, device=mesh.device_type))
     metas = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     wholes: dict[nn.Parameter, nn.Parameter] = {}
     for name, meta in metas.items():
@@ -113,7 +110,7 @@ def _rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _shards(model: nn.Module) -> dict[str, DTensor]:
-    """The sharded parameters by name. Gives back what a forward without backward has gathered."""
+    """The sharded parameters by name, also after a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -121,7 +118,7 @@ def _shards(model: nn.Module) -> dict[str, DTensor]:
 
 
 def _everywhere(action: Callable[[], Any]) -> Any:
-    """What the action returns on this rank; if it fails on any, every rank raises."""
+    """What the action returns on this rank; if it fails on any rank, every rank raises."""
     try:
         result, error = action(), None
     except BaseException as caught:
@@ -160,8 +157,6 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     unfinished = folder / f"step-{step}"  # until the link points to it
 
     def prepare() -> None:
-        if step < 1:
-            raise ValueError(f"step must be at least 1: {step}")
         if (newest := _newest(folder)) and step <= newest:
             raise ValueError(f"step {step} is not above the newest checkpoint's, {newest}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,8 +166,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     _on_rank_0(prepare)
     shards = _shards(model)
     names = {param: name for name, param in shards.items()}
-    weights = _everywhere(model.state_dict)
-    values: dict[str, Any] = {f"model.{name}": v for name, v in weights.items()}
+    values: dict[str, Any] = {f"model.{name}": v for name, v in model.state_dict().items()}
     packed = optimizer.state_dict()
     for index, param in enumerate(_params(optimizer)):
         for key, value in packed["state"].get(index, {}).items():
@@ -180,9 +174,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     tensors = {key: v for key, v in values.items() if isinstance(v, Tensor)}
     others = {key: v for key, v in values.items() if key not in tensors}
     others["groups"] = packed["param_groups"]
-    pickled = _everywhere(lambda: pickle.dumps(others))
     try:
-        dcp.save({**tensors, "others": pickled}, checkpoint_id=unfinished)
+        dcp.save({**tensors, "others": pickle.dumps(others)}, checkpoint_id=unfinished)
     except CheckpointException as error:  # on every rank; not an Exception
         raise RuntimeError(f"step {step} has not been saved: {error}") from error
 
@@ -212,10 +205,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
     packed = {"others": b""}
     dcp.load(packed, checkpoint_id=checkpoint)
-    others = _everywhere(lambda: pickle.loads(packed["others"]))
+    others = pickle.loads(packed["others"])
 
     shards = _shards(model)
-    state_dict = {f"model.{name}": v for name, v in _everywhere(model.state_dict).items()}
+    state_dict = {f"model.{name}": v for name, v in model.state_dict().items()}
     saved_shapes = {key: v.size for key, v in saved.items() if key.startswith("model.")}
     own_shapes = {key: v.shape for key, v in state_dict.items()}
     if saved_shapes != own_shapes:
@@ -246,7 +239,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
             name, _, entry = key.removeprefix("optimizer.").rpartition(".")
             state.setdefault(indices[shards[name]], {})[entry] = value
     weights = {k.removeprefix("model."): v for k, v in values.items() if k.startswith("model.")}
-    _everywhere(lambda: model.load_state_dict(weights))
+    model.load_state_dict(weights)
     optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
     for param in shards.values():
         param.grad = None
@@ -255,18 +248,12 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
 
 @torch.no_grad()
 def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
-    _shards(model)
-    names: dict[Tensor, str] = {}
-    state = _everywhere(lambda: model.state_dict(keep_vars=True))
+    state = model.state_dict()
     for name, value in state.items():
-        first = names.setdefault(value, name)
-        if first != name:
-            state[name] = state[first]  # one tensor in the file
-            continue
-        # Gathered one by one; only rank 0 keeps them. Clones, for a whole one may be a padded view.
+        # Gathered one by one; only rank 0 keeps them.
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
-            state[name] = whole.cpu().clone()
+            state[name] = whole.cpu()
         del value, whole
 
     def write() -> None:
@@ -279,7 +266,7 @@ def save_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
 
 def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     mesh = next(iter(_shards(model).values())).device_mesh
-    own = _everywhere(model.state_dict)
+    own = model.state_dict()
     # Mapped, so that a rank reads its own rows only.
     state = _everywhere(lambda: torch.load(path, map_location="cpu", mmap=True))
     for name in [*own, *state]:
@@ -292,4 +279,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     for name, value in own.items():
         if isinstance(value, DTensor):
             state[name] = _rows(state[name], mesh)
-    _everywhere(lambda: model.load_state_dict(state))
+    model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What a function may change after all: state_dict hooks come with the first state dict."""
+"""What a function may change: the first state dict of a model registers hooks."""
 
 CHANGES = dict.fromkeys(("save", "load", "save_whole", "load_whole"), ("hooks of modules",))
 CHANGES["build"] = ("random state of torch",)  # init draws

@@ -1,4 +1,4 @@
-"""What runs on every rank: programs for the specs of interrupted saves."""
+"""What ranks do for the specs of interrupted saves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from specs.sharded_checkpoint.models import move, of_all, small, state
 from specs.sharded_checkpoint.ranks import HOW_IT_ENDED, check_alike, error_of, loaded
 
 States = dict[int, dict[str, Any]]  # what was saved, by step
-Found = tuple[str, Path, States, str]  # when a folder was so, what can be in it, and else the cause
+Found = tuple[str, Path, States, str]  # when a folder was copied, what may be loaded, the cause
 
-TOO_EARLY = "a checkpoint counts before it is complete, or it is written over the old one"
-SPOILED = "what could not be finished counts, or what was before is spoiled"
-IN_THE_WAY = "what is left of such a save is taken for a checkpoint, or gets into the next one"
+TOO_EARLY = "a checkpoint counts before it is complete, or overwrites the old one"
+SPOILED = "an unfinished checkpoint counts, or the one before it is damaged"
+IN_THE_WAY = "leftovers of a save are taken for a checkpoint, or get into the next one"
 
 
 def check_loads(answer: Any, folder: Path, saved: States, when: str, cause: str) -> int:
-    """Load one of these checkpoints, and nothing else; its step."""
+    """Load: it must be one of these checkpoints. Its step."""
     __tracebackhide__ = True
     model, optimizer = small(seed=9)
     step = loaded(answer, folder, model, optimizer)
@@ -38,7 +38,7 @@ def check_loads(answer: Any, folder: Path, saved: States, when: str, cause: str)
 
 
 def _begun(answer: Any, folder: Path) -> tuple[nn.Module, Optimizer, States]:
-    """Step 1 is saved, and training has gone on."""
+    """Step 1 is saved, and training has continued."""
     model, optimizer = small()
     answer.save(folder, model, optimizer, 1)
     saved = {1: state(model, optimizer)}
@@ -47,9 +47,9 @@ def _begun(answer: Any, folder: Path) -> tuple[nn.Module, Optimizer, States]:
 
 
 def killed_saves(answer: Any, rank: int, folder: Path) -> None:
-    """One rank: what a kill would leave, at each operation on a file in a save of step 5.
+    """One rank, step 5: load a copy of the folder from before each file operation.
 
-    From each copy one of the checkpoints is loaded; where it is the old one, step 5 is saved again.
+    If the copy has the old checkpoint, step 5 is saved again.
     """
     copies = Copies(folder / "run-\u00e9")
     (copies.folder / "logs").mkdir(parents=True)
@@ -57,20 +57,20 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> None:
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save(copies.folder, model, optimizer, 5)
     new = {5: state(model, optimizer)}
-    check_equal(bool(copies.made), True, "whether save changes files", cause="it writes nothing")
-    cause = "the newest checkpoint is not the one that is loaded"
+    check_equal(bool(copies.made), True, "whether save changes files", cause="save writes nothing")
+    cause = "load does not take the newest checkpoint"
     check_loads(answer, copies.folder, new, "not killed", cause)
     for when, path in copies.made:
         step = check_loads(answer, path, before | new, when, TOO_EARLY)
         if step == 1 and "just opened" not in when:
             answer.save(path, model, optimizer, 5)
             check_loads(answer, path, new, f"after a new save, {when}", IN_THE_WAY)
-            cause = "what others have in the folder is taken for what such a save has left"
+            cause = "other files in the folder are taken for leftovers of a save"
             check_equal((path / "logs").exists(), True, "whether logs are there", cause=cause)
 
 
 def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> None:
-    """A save while one rank cannot write; then the one before is there, and another save works."""
+    """One rank cannot write: the checkpoint before is loaded, and the next save works."""
     model, optimizer, saved = _begun(answer, folder)
     with no_room() if rank == full_on else nullcontext():
         raised = of_all(error_of(lambda: answer.save(folder, model, optimizer, 2)))
@@ -82,22 +82,22 @@ def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> None:
 
 
 def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> list[Found]:
-    """A save of step 5 in which one rank waits before each operation on a file.
+    """A save of step 5 in which one rank waits before each file operation.
 
-    Copies of the folder: when it has waited, and as soon as the call returns on any rank.
+    The folder is copied after each wait, and as soon as the call returns on any rank.
     """
     model, optimizer, saved = _begun(answer, folder)
     copies = Copies(folder)
 
     def wait(_: str) -> None:
         time.sleep(0.05)
-        copies.take(f"while rank {slow} has not written all")
+        copies.take(f"while rank {slow} is still writing")
 
     with before_each_write(folder, wait) if rank == slow else nullcontext():
         answer.save(folder, model, optimizer, 5)
     returned = copies.take("returned")
     new = {5: state(model, optimizer)}
-    cause = "a rank does not wait until all the others have written"
+    cause = "a rank returns before all others have written"
     return [
         (f"as soon as save has returned on rank {rank}", returned, new, cause),
         *((when, path, saved | new, TOO_EARLY) for when, path in copies.made[:-1]),
@@ -105,7 +105,7 @@ def slow_save(answer: Any, rank: int, folder: Path, slow: int) -> list[Found]:
 
 
 def fails_at_the_end(answer: Any, rank: int, folder: Path) -> tuple[str, list[Found]]:
-    """Steps 1 and 2; in a save of step 3 rank 0 fails at its last operation, or all are killed."""
+    """Steps 1 and 2; in a save of step 3 rank 0 fails, or all are killed, at its last operation."""
     model, optimizer, _ = _begun(answer, folder)
     seen: list[str] = []
     with before_each_write(folder, seen.append):
@@ -129,7 +129,7 @@ def fails_at_the_end(answer: Any, rank: int, folder: Path) -> tuple[str, list[Fo
 
 
 def loads_each(answer: Any, rank: int, found: Iterable[Found], goes_on: bool = False) -> None:
-    """One rank loads what is there; where it `goes_on` it then saves, and loads, the next step."""
+    """One rank loads each copy; if it `goes_on` it also saves, and loads, the next step."""
     for when, folder, saved, cause in found:
         step = check_loads(answer, folder, saved, when, cause)
         if goes_on:

@@ -1,4 +1,4 @@
-"""Training that stops on some ranks and goes on on others."""
+"""Training that stops on some ranks and resumes on others."""
 
 from __future__ import annotations
 
@@ -18,44 +18,33 @@ from specs.sharded_checkpoint.models import adamw, momentum
 class TestPart2SaveAndLoad:
     @pytest.mark.works("load", "goes on")
     @pytest.mark.parametrize(
-        ("saving", "loading", "kind", "into"),
-        [(2, 3, adamw, ranks.TRAINED), (3, 1, momentum, ranks.EVALUATED)],
-        ids=["2_ranks_to_3", "3_ranks_to_1_evaluated_SGD"],
+        ("saving", "loading", "kind", "has_trained"),
+        [(2, 3, adamw, True), (3, 1, momentum, False)],
+        ids=["2_ranks_to_3", "3_ranks_to_1_new_SGD"],
     )
     def test_goes_on_as_if_it_had_not_stopped(
-        self, answer, worlds, tmp_path, saving, loading, kind, into
+        self, answer, worlds, tmp_path, saving, loading, kind, has_trained
     ):
         """Weights, buffers, state and settings to the bit; the next steps within rounding.
 
-        It is loaded into what has trained with other rates; or into what is new, and has been
-        evaluated. A weight is tied, some are frozen; one has a single row; a buffer has -inf.
+        Loaded with other rates, after a step or none. Weights are tied, frozen, or of one row.
         """
         folder = tmp_path / "run[lr=0.1]"
         saved = worlds(saving).run(answer, ranks.save_and_go_on, folder, kind)[0]
-        worlds(loading).run(answer, ranks.load_and_go_on, folder, kind, into, saved)
+        worlds(loading).run(answer, ranks.load_and_go_on, folder, kind, has_trained, saved)
 
-    @pytest.mark.exact("save", "untouched")
+    @pytest.mark.exact("save", "evaluated")
     def test_saves_an_evaluated_model_and_leaves_it_as_it_is(self, answer, world, tmp_path):
-        world.run(answer, ranks.comes_back, tmp_path / "run", ranks.EVALUATED)
+        world.run(answer, ranks.comes_back, tmp_path / "run", True)
 
     @pytest.mark.exact("load", "goes on")
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
-        """Weights of 16 and of 64 bits; Adam counts its steps in float32, beyond 256."""
-        world.run(answer, ranks.comes_back, tmp_path / "run", ranks.TRAINED)
-
-    @pytest.mark.exact("load", "drops")
-    def test_gradients_of_before_are_dropped(self, answer, world, tmp_path):
-        """Of parameters too that the optimizer does not have."""
-        world.run(answer, ranks.drops_gradients, tmp_path / "run")
-
-    @pytest.mark.exact("save", "older")
-    def test_an_older_checkpoint_stays(self, answer, world, tmp_path):
-        """Six checkpoints take six times the bytes of one."""
-        world.run(answer, ranks.save_often, tmp_path / "run")
+        """Weights of 16 and 64 bits; Adam's float32 step is 257, which bfloat16 cannot hold."""
+        world.run(answer, ranks.comes_back, tmp_path / "run", False)
 
     @pytest.mark.exact("save", "Raises")
     def test_steps_only_rise(self, answer, world, tmp_path):
-        """Checkpoints 2, 10, 999,999 and 1,000,000; one is copied under another name."""
+        """Checkpoints 2, 10, 999,999 and 1,000,000, with file times in reverse."""
         world.run(answer, ranks.step_rules, tmp_path / "run")
 
     @pytest.mark.saves("save", "memory")
@@ -65,27 +54,26 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.saves("load", "memory")
     def test_a_rank_loads_its_own_part_only(self, answer, reference, worlds, tmp_path):
-        """The same, of what one rank has saved: its file is more than the part of one of two."""
+        """The same; one rank saved, so its file is more than the part of one of two ranks."""
         _check_peaks("load", answer, reference, worlds, tmp_path)
 
     @pytest.mark.survives("load", "Raises")
     def test_refuses_no_checkpoint_and_that_of_another_model(self, answer, world, tmp_path):
-        """Of one that has more as well: its names would all be found. Gradients stay, too."""
+        """The saved model has more, or less, or another shape. Gradients stay as well."""
         (tmp_path / "empty").mkdir()
         world.run(answer, ranks.refuses_folders, tmp_path)
 
     @pytest.mark.survives("load", "together")
-    @pytest.mark.parametrize(
-        ("bad_rank", "bad"), [(0, "not_there"), (1, "not_there"), (1, "set"), (1, "get")]
-    )
-    def test_every_rank_raises_where_one_cannot_load(self, answer, world, tmp_path, bad_rank, bad):
-        """The folder is missing, as where a disk is not mounted, or the state dict fails."""
-        ranks.check_alike(world.run(answer, ranks.fails_on_one, "load", tmp_path, bad_rank, bad))
+    @pytest.mark.parametrize("bad_rank", [0, 1])
+    def test_every_rank_raises_where_one_cannot_load(self, answer, world, tmp_path, bad_rank):
+        """The folder is missing on one rank, as if its disk was not mounted."""
+        fails = ranks.fails_on_one, "load", tmp_path, bad_rank, "not_there"
+        ranks.check_alike(world.run(answer, *fails))
 
     @pytest.mark.survives("save", "together")
-    @pytest.mark.parametrize(("bad_rank", "bad"), [(1, "newer"), (0, "file/run"), (1, "get")])
+    @pytest.mark.parametrize(("bad_rank", "bad"), [(1, "newer"), (0, "file/run")])
     def test_all_ranks_save_or_none_where_one_refuses(self, answer, world, tmp_path, bad_rank, bad):
-        """One rank sees a step 9, has no place for the folder, or no state dict."""
+        """One rank sees a newer step, or cannot make the folder."""
         ranks.check_alike(world.run(answer, ranks.fails_on_one, "save", tmp_path, bad_rank, bad))
 
 
@@ -102,12 +90,12 @@ def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Pa
     known = once(call, lambda: peaks(reference, "theirs"))
     kinds = [
         ("above the baseline", 0, "its weights and moments + two whole parameters"),
-        ("growth of the whole process", 8 * 2**20, "the same + 8 MiB; what is no tensor counts"),
+        ("growth of the whole process", 8 * 2**20, "the same + 8 MiB; not only tensors count"),
     ]
     for rank, both in enumerate(zip(peaks(answer, "yours"), known, strict=True)):
         for (kind, more, formula), yours, theirs in zip(kinds, *both, strict=True):
             if yours is None:
-                continue  # nobody counts it here
+                continue  # it cannot be counted here
             check_bar(
                 f"{call}, {kind} on rank {rank} of 2",
                 yours,
@@ -115,6 +103,6 @@ def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Pa
                 plain=3 * shard_bytes(parameters, 1),
                 reference=theirs,
                 formula=f"{formula}; plain is the whole model",
-                cause="a rank gathers, or reads, what belongs to other ranks; or its part is there "
-                "twice, as in a list and joined; or it keeps what it reads",
+                cause="a rank gathers, or reads, parts of other ranks; or it has two copies of its "
+                "part, such as a list and the joined bytes; or it keeps what it reads",
             )

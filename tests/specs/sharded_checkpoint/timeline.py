@@ -1,4 +1,4 @@
-"""One save_whole as a picture: the parameters that come together on a rank that writes nothing."""
+"""One save_whole as a picture: parameters gathered on a rank that writes nothing."""
 
 from __future__ import annotations
 
