@@ -4,8 +4,8 @@ A sharded model is one of fully_shard: each of N ranks holds 1/N of each paramet
 up. A rank's part is its rows of weights and optimizer state. All ranks call these functions
 together, with the same arguments.
 
-    evaluated  a model may be saved right after a forward pass without backward, with some
-               parameters still unsharded
+    evaluated  a model may be saved right after a forward pass without backward, with parameters
+               still unsharded
     together   if a function, file or folder fails on one rank, every rank raises; none hangs
     untouched  gradients, modes and the random state, unless a line says otherwise
     errors     Raises lists ValueErrors: on every rank, naming the offending value, before any
@@ -95,7 +95,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the complete checkpoint of the highest step, on any number of ranks.
 
-        goes on  training continues as if it had not stopped: the model's state dict, optimizer
+        resumes  training continues as if it had not stopped: the model's state dict, optimizer
                  state and all settings of all groups are as saved; gradients are dropped
         memory   as in `save`, new state included; a memory-mapped file counts in full
 
@@ -110,7 +110,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer)
         the step that was saved.
 
     Raises:
-        no checkpoint; other names or shapes in the model's state dict. Names the folder.
+        no checkpoint; other names or shapes than in the model's state dict. Names the folder.
     """
     raise NotImplementedError
 
@@ -153,4 +153,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub d5c7c29e9507
+# untouched stub 712aeada19b6

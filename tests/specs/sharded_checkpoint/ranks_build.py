@@ -171,7 +171,8 @@ def built_has(answer: Any, rank: int, make: Callable[[], nn.Module], *facts: str
         want, suspects = FACTS[what](one, momentum(one.parameters())), {}
         if what == VALUES and any(of_all(not same(got, want))):
             suspects = guesses(make, want)
-        check_equal(got, want, what, cause=CAUSES[what], suspects=suspects)
+        clause = VALUES if what == VALUES else ""
+        check_equal(got, want, what, cause=CAUSES[what], suspects=suspects, clause=clause)
 
 
 def build_fails_on_one(answer: Any, rank: int) -> None:

@@ -16,7 +16,7 @@ from specs.sharded_checkpoint.models import adamw, momentum
 
 
 class TestPart2SaveAndLoad:
-    @pytest.mark.works("load", "goes on")
+    @pytest.mark.works("load", "resumes")
     @pytest.mark.parametrize(
         ("saving", "loading", "kind", "has_trained"),
         [(2, 3, adamw, True), (3, 1, momentum, False)],
@@ -37,7 +37,7 @@ class TestPart2SaveAndLoad:
     def test_saves_an_evaluated_model_and_leaves_it_as_it_is(self, answer, world, tmp_path):
         world.run(answer, ranks.comes_back, tmp_path / "run", True)
 
-    @pytest.mark.exact("load", "goes on")
+    @pytest.mark.exact("load", "resumes")
     def test_every_dtype_comes_back(self, answer, world, tmp_path):
         """Weights of 16 and 64 bits; Adam's float32 step is 257, which bfloat16 cannot hold."""
         world.run(answer, ranks.comes_back, tmp_path / "run", False)
@@ -59,7 +59,7 @@ class TestPart2SaveAndLoad:
 
     @pytest.mark.survives("load", "Raises")
     def test_refuses_no_checkpoint_and_that_of_another_model(self, answer, world, tmp_path):
-        """The saved model has more, or less, or another shape. Gradients stay as well."""
+        """The saved model has more, or less, or another shape. Gradients stay."""
         (tmp_path / "empty").mkdir()
         world.run(answer, ranks.refuses_folders, tmp_path)
 
