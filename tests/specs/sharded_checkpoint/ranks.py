@@ -180,6 +180,8 @@ def comes_back(answer: Any, rank: int, folder: Path, is_evaluated: bool) -> None
     if is_evaluated:
         evaluate(model)
     answer.save(folder, model, optimizer, 2)
+    cause = "numpy() of an unsharded parameter: FSDP cannot free it"
+    check_equal(error_of(model.state_dict), "", "an error of the model's state_dict()", cause=cause)
     cause = "save changes weights, gradients or state, which training still needs"
     check_untouched(before, model, optimizer, call="save", cause=cause, clause=UNTOUCHED)
     move(model, optimizer)
