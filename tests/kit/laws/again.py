@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
-
 from kit.laws.trace import Planted, PlantedInterrupt, World, results
 
 
@@ -26,14 +24,3 @@ def retried(step: Callable[[], Any], w: World) -> Any:
         except RuntimeError as error:
             w.notes["error of the next call"] = str(error)
         raise
-
-
-def fails_once(optimizer: Optimizer) -> None:
-    """The next step of an optimizer fails, before it has changed anything."""
-    errors = [RuntimeError("planted")]
-
-    def planted(*_: object) -> None:
-        if errors:
-            raise errors.pop()
-
-    optimizer.register_step_pre_hook(planted)

@@ -30,7 +30,6 @@ MEANINGS = {
     "error of the next call": "an error leaves the scaler between unscale_ and update",
     "kept gradients": "the check comes too late: gradients are changed already",
     "number of results": "one for each batch",
-    "output for the caller": "the cache of an autocast around holds weights from before the step",
     "passes forward": "the model runs in another precision, mode, or more than once",
     "passes back": "backward() runs under autocast",
     "loss calls": "the loss runs in another precision, on 16 bits or other targets, or out of turn",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,30 +61,6 @@ def insert(
     return twist
 
 
-def inside_autocast(dtype: torch.dtype, *, cache: bool = True, enabled: bool = True) -> Twist:
-    """The caller is inside an autocast already, and asks the model before the call and after it."""
-
-    def twist(w: World) -> None:
-        @contextmanager
-        def outer() -> Iterator[None]:
-            with torch.autocast(w.device.type, dtype, cache_enabled=cache, enabled=enabled):
-                w.model(w.batches[0][0])
-                yield
-                seen = w.model(w.batches[0][0])
-                torch.clear_autocast_cache()
-                of_now = torch.equal(seen, w.model(w.batches[0][0]))
-                w.notes["output for the caller"] = "of new weights" if of_now else "of old weights"
-
-        w.inside.append(outer)
-
-    return twist
-
-
-def inside_its_own_autocast(w: World) -> None:
-    """The caller is inside an autocast of the same dtype, of bfloat16 where there is none."""
-    inside_autocast(torch.bfloat16 if w.dtype == torch.float32 else w.dtype)(w)
-
-
 def frozen(w: World) -> None:
     """The first parameter is not trained."""
     next(w.model.parameters()).requires_grad_(False)
@@ -100,28 +75,6 @@ def unused(w: World) -> None:
 def foreign(w: World) -> None:
     """The optimizer does not hold the last weight."""
     w.foreign = ([*dict(w.model.named_parameters())][-2],)
-
-
-def backbone(w: World) -> None:
-    """The first parameter is frozen, and the optimizer does not hold it."""
-    frozen(w)
-    w.foreign = (*w.foreign, next(iter(dict(w.model.named_parameters()))))
-
-
-def joins(w: World) -> None:
-    """The last layer joins the optimizer after its first step, as in gradual unfreezing."""
-    late = [*dict(w.model.named_parameters())][-2:]
-    w.foreign, w.tags = (*w.foreign, *late), {*w.tags, "foreign"}
-
-    def join(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if w.foreign:
-            optimizer.add_param_group({"params": [w.leaves[name] for name in w.foreign]})
-            w.foreign = ()
-
-    def watch(w: World) -> None:
-        w.optimizer.register_step_post_hook(join)
-
-    w.after.append(watch)
 
 
 def stale(w: World) -> None:
@@ -166,31 +119,6 @@ def token_ids(w: World) -> None:
 def in_lists(w: World) -> None:
     """Batches as a DataLoader makes them."""
     w.batches = [[*batch] for batch in w.batches]
-
-
-class Pair(NamedTuple):
-    """A batch with names."""
-
-    x: Tensor
-    y: Tensor
-
-
-def in_pairs(w: World) -> None:
-    """Batches with names, which a DataLoader keeps."""
-    w.batches = [Pair(*batch) for batch in w.batches]
-
-
-def overwritten_loss(w: World) -> None:
-    """After the call other numbers are written where the losses were, as a CUDA graph does."""
-    inner, after = w.loss, ExitStack()
-
-    def loss(*args: Tensor) -> Tensor:
-        result = inner(*args)
-        after.callback(result.detach().fill_, 7.0)
-        return result
-
-    w.loss = loss
-    w.inside.append(lambda: after)
 
 
 def scaled(**options: float) -> Twist:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kit.laws import draw
@@ -40,45 +39,6 @@ class Deep(Block):
         return super().forward(self.outer(x))
 
 
-class Talker(nn.Module):
-    """A block with keywords only, which returns more than one tensor; two weights are one.
-
-    Some of the keywords are those of torch's checkpoint too.
-    """
-
-    drop = 0.0
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one = nn.Linear(width, width)
-        self.two = nn.Linear(width, width)
-        self.two.weight = self.one.weight
-
-    def forward(
-        self, *, x: Tensor, seen: dict[str, Tensor], debug: float = 1.0, early_stop: bool = False
-    ) -> Any:
-        y = torch.tanh(self.one(x) if early_stop else x) * debug
-        y = F.dropout(y, self.drop, self.training)
-        return y + self.two(y), {"sum": seen["sum"] + y.sum(-1, keepdim=True)}
-
-
-class Talk(nn.Module):
-    """Blocks that pass on a tuple; the head, which is a block too, comes first in the tree."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = Block(OUTPUTS)
-        self.blocks = nn.ModuleDict({"a": Talker(FEATURES), "b": Talker(FEATURES)})
-        self.out = nn.Linear(FEATURES, OUTPUTS)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x, seen = inputs, {"sum": torch.zeros_like(inputs[:, :1])}
-        for block in self.blocks.values():
-            x, seen = block(x=x, seen=seen, debug=0.7, early_stop=True)
-        out: Tensor = self.head(self.out(x)) + seen["sum"]
-        return out
-
-
 def nested() -> Shape:
     draw.seed(4)
     first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, OUTPUTS)
@@ -105,26 +65,9 @@ def frozen_beginning() -> Shape:
     return make(blocks=2, frozen=["embed", "blocks.0"]), Block
 
 
-def talking() -> Shape:
-    draw.seed(4)
-    return Talk(), (Talker, Block)
-
-
-def root_of_the_class() -> Shape:
-    draw.seed(4)
-    inner = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh())
-    return nn.Sequential(inner, nn.Linear(WIDTH, OUTPUTS)), nn.Sequential
-
-
 def made(**options: Any) -> Callable[[], Shape]:
     """The small model of the kit with these options."""
     return lambda: (make(**options), Block)
-
-
-def reader() -> Shape:
-    """From tokens (samples, length) to (samples, length, 3)."""
-    draw.seed(4)
-    return nn.Sequential(nn.Embedding(11, WIDTH), Block(WIDTH), nn.Linear(WIDTH, OUTPUTS)), Block
 
 
 SHAPES: dict[str, Callable[[], Shape]] = {
@@ -134,6 +77,4 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "tied in the root": made(tied=True),
     "nested": nested,
     "only blocks": only_blocks,
-    "keywords and tuples": talking,
-    "the root is of the class": root_of_the_class,
 }

@@ -11,7 +11,7 @@ from kit.ranks.shapes import frozen, nested, only_blocks
 from kit.ranks.shards import shard_bytes, units, whole_bytes
 from kit.ranks.simulated import simulated_world
 from specs.fsdp_wrap import ranks as programs
-from specs.fsdp_wrap.cases import KEPT, adamw
+from specs.fsdp_wrap.cases import BF16, KEPT, adamw
 from specs.fsdp_wrap.law import hold
 from specs.fsdp_wrap.refused import REFUSED, check_refused
 from specs.fsdp_wrap.shapes import tall, wide
@@ -144,7 +144,7 @@ class TestPart1Wrap:
         )
 
     @pytest.mark.saves("wrap", 1)
-    @pytest.mark.parametrize("options", [{}, KEPT], ids=["freed", "kept"])
+    @pytest.mark.parametrize("options", [{}, KEPT, BF16], ids=["freed", "kept", "bfloat16"])
     def test_a_forward_alone_leaves_nothing_gathered(self, answer, device, options):
         """Between a step and the next one."""
         check_forward_alone(answer, device, **options)
