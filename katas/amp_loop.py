@@ -69,7 +69,7 @@ def train_step(
         batch: a tuple or list of two tensors, inputs and targets, of equal length above 0.
         scaler: required for float16, None otherwise.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: above 0; gradients with a larger norm are clipped to it.
+        max_norm: above 0; a larger norm is clipped to it, as clip_grad_norm_ does.
 
     Raises:
         any other batch, scaler, dtype or max_norm.
@@ -185,7 +185,7 @@ def save_checkpoint(
         saved  each argument's state (tensors and plain values), and torch's random state
 
     Details:
-        1. A failed save leaves the folder as it was.
+        1. A failed save leaves an earlier file at `path` as it was, and no new file.
     """
     raise NotImplementedError
 
@@ -253,4 +253,4 @@ class MasterWeights:
         raise NotImplementedError
 
 
-# untouched stub 4ed64e9c40a1
+# untouched stub ba346887c23c

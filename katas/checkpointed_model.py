@@ -1,10 +1,9 @@
 """Checkpointed model: recompute activations instead of keeping them.
 
 An *input* is the bytes of a block's input. An *inside* is a plain block's peak above its weights,
-their gradients and its input.
+their gradients and its input. Weights and modes stay the same between forward and backward.
 
-    errors  ValueError unless it says otherwise; each names the offending value, and comes before
-            any change
+    errors  ValueError unless it says otherwise, before any change; each names the bad value
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class LargeModel(nn.Module):
         2. The input may need no gradient, and blocks may be frozen; no requires_grad changes.
         3. Several forward passes, each with its own mask, may precede one backward pass.
         4. torch.autograd.grad works, and so do two backward passes.
-        5. `use_checkpoint` is an attribute that may be changed later.
+        5. `use_checkpoint` is an attribute that may be changed between steps.
     """
 
     def __init__(
@@ -128,7 +127,8 @@ def recompute(
     Details:
         1. Several calls may precede one backward pass, and two backward passes may follow one call.
         2. Tensors by keyword or in tuples, lists and dicts get gradients too.
-        3. If a positional tensor was changed in place after the call, the backward pass raises.
+        3. If a positional tensor that requires a gradient was changed in place after the call, the
+           backward pass raises.
         4. An error or Ctrl-C in the second run leaves streams and buffers as they were.
         5. The second run has the first one's autocast setting.
         6. Without gradients there is no second run.
@@ -143,7 +143,7 @@ def recompute(
 def best_segment_size(num_layers: int) -> int:
     """The segment size with the lowest peak.
 
-        least  ceil(num_layers / s) + s is least; if sizes tie, any of them will do
+        least  ceil(num_layers / s) + s is least; of several any
 
     Raises:
         num_layers below 1.
@@ -190,4 +190,4 @@ def checkpoint_blocks(
     raise NotImplementedError
 
 
-# untouched stub d08563d98e41
+# untouched stub b98a332dab1d

@@ -73,7 +73,7 @@ def train_step(
         batch: a tuple or list of two tensors, inputs and targets, of equal length above 0.
         scaler: required for float16, None otherwise.
         dtype: torch.float32 (no autocast), torch.bfloat16 or torch.float16.
-        max_norm: above 0; gradients with a larger norm are clipped to it.
+        max_norm: above 0; a larger norm is clipped to it, as clip_grad_norm_ does.
 
     Raises:
         any other batch, scaler, dtype or max_norm.
@@ -332,7 +332,7 @@ def save_checkpoint(
         saved  each argument's state (tensors and plain values), and torch's random state
 
     Details:
-        1. A failed save leaves the folder as it was.
+        1. A failed save leaves an earlier file at `path` as it was, and no new file.
     """
     state: dict[str, Any] = {
         "model": model.state_dict(),

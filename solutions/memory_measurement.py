@@ -94,7 +94,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         sharing   a storage counts once and in full, however small the saved part
         left out  parameters and buffers that the model has after `forward`, and views of them
         after     backward works; the caller's saved-tensor hooks are as before; errors in
-                  `forward` come through and are not kept
+                  `forward` come through, and gc.collect() can free them
 
         >>> saved_bytes(lambda: model(x), model)
 
@@ -146,7 +146,7 @@ def peak_memory(
         peak      temporaries count while they live: in forward, backward and optimizer step
         sharing   a view or an in-place result takes no memory; a slice keeps its whole storage
         retained  what the step frees is subtracted, so keep no tensor of `existing` alive
-        after     errors in `step` come through and are not kept; no mode is left on
+        after     errors in `step` come through, and gc.collect() can free them; no mode is left on
 
         >>> peak_memory(lambda: train_step(x), "cpu", [x, *model.parameters()])
 
@@ -157,11 +157,11 @@ def peak_memory(
             too; on the cpu they are the baseline.
 
     Raises:
-        another of torch's devices, such as mps.
+        any other device type, such as mps.
 
     Details:
-        1. Every dtype and every operation counts, under no_grad too, also `resize_` and `out=`,
-           which enlarge a tensor. Temporaries inside one operation need not count.
+        1. Every dtype and every operation counts, under no_grad too, also Tensor.resize_() and
+           `out=`, which enlarge a tensor. Temporaries inside one operation need not count.
         2. The peak is at least the baseline. Earlier measurements do not count.
         3. On cuda the allocator's bytes count, on the cpu the storages'.
     """

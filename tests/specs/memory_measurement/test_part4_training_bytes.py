@@ -73,7 +73,7 @@ class TestPart4TrainingBytes:
         yield "1000, 'lora_16bit', trainable=30, zero_stage=3, ranks=5", 200 * 2 + 6 * 16
 
     @pytest.mark.exact("training_bytes", "lora_4bit")
-    @counts("a frozen weight takes half a byte")
+    @counts("a frozen weight takes half a byte, and the result is an int")
     def test_adds_adapters_to_4_bit_weights(self):
         yield "1000, 'lora_4bit', trainable=30", 500 + 30 * 16
         yield "1000, 'lora_4bit', trainable=30, zero_stage=2, ranks=5", 500 + 30 * 4 + 6 * 12
