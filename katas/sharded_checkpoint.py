@@ -1,7 +1,7 @@
 """Sharded checkpoints: build a model too large for any rank, save it, resume on other ranks.
 
-A sharded model is one of fully_shard: each of N ranks holds 1/N of each parameter's rows, rounded
-up. A rank's part is its rows of weights and optimizer state. All ranks call these functions
+A sharded model is made with fully_shard: each of N ranks holds 1/N of each parameter's rows,
+rounded up. A rank's part is its rows of weights and optimizer state. All ranks call these functions
 together, with the same arguments.
 
     evaluated  a model may be saved right after a forward pass without backward, with parameters
@@ -50,7 +50,7 @@ def build(
 
     Args:
         make_model: called under the meta device.
-        mesh: one-dimensional, all ranks in order.
+        mesh: one-dimensional, all ranks in order of rank.
         block_types: classes of the blocks; subclasses count.
         init: sets a module's own parameters and buffers in place, not its children's; draws from
             the default generator, whose state is the same on every rank.
@@ -95,8 +95,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> int:
     """Load the complete checkpoint of the highest step, on any number of ranks.
 
-        resumes  training continues as if it had not stopped: the model's state dict, optimizer
-                 state and all settings of all groups are as saved; gradients are dropped
+        resumes  training continues as if it had not stopped: weights, persistent buffers,
+                 optimizer state and all settings of all groups are as saved; gradients are dropped
         memory   as in `save`, new state included; a memory-mapped file counts in full
 
         >>> step = load("run", model, optimizer)
@@ -153,4 +153,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub 712aeada19b6
+# untouched stub c28db5aea036

@@ -69,7 +69,8 @@ def wrap(
         dtype: torch.float32 or torch.bfloat16.
 
     Raises:
-        another mesh or dtype; a class without a block; a sharded model; a parameter of two units.
+        any other mesh or dtype; a class without a block; a model that is sharded already; a
+        parameter shared by two units.
 
     Details:
         1. A forward under no_grad leaves nothing gathered.
@@ -172,7 +173,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on the mean loss over the samples of all ranks' micro-batches.
 
-        loss       every sample counts once, however many a rank or a micro-batch has
+        loss       every sample counts once; ranks and micro-batches may have different numbers
         gradients  of this step alone, clipped; they stay after the step
         grad_norm  2-norm over all shards of all ranks, before clipping
         max_norm   gradients with a larger norm are clipped to it, as clip_grad_norm_ does
@@ -186,7 +187,7 @@ def train_step(
         optimizer: what `wrap` returned.
 
     Raises:
-        another sync; a max_norm that is not positive.
+        any other sync; a max_norm that is not positive.
 
     Details:
         1. With sync="last" only the last micro-batch reduces; until then a rank holds one set of

@@ -3,7 +3,7 @@
 A window is the micro-batches whose gradients make one optimizer step. Its loss is the mean over
 all its samples.
 
-    untouched  modes, hooks and training flags, after an error too; data; the random seed
+    untouched  modes, hooks and requires_grad, after an error too; data; the random seed
     errors     ValueError, before any change; the message names the offending value, or the
                number in parentheses
 """
@@ -47,7 +47,7 @@ def accumulate(
     """One optimizer step on the mean loss over a window's samples.
 
         gradients  those of the window in one batch, up to rounding; older ones do not count
-        step       one, with the whole window's gradients, which stay in `grad`
+        step       one, after the last backward; the window's gradients stay in `grad`
         passes     one forward pass per micro-batch, in order
         memory     one micro-batch's activations, one set of gradients; your code holds no output
                    during backward
@@ -199,8 +199,8 @@ def train_epoch(
            steps remain.
         2. torch.bfloat16 and torch.float16: forward and loss run under autocast, backward outside;
            the loss gets the output as float32.
-        3. torch.float16 needs an enabled `scaler`; no other dtype may have one. Unscale once per
-           window, before norm and clipping, and update once.
+        3. torch.float16 needs an enabled `scaler`; no other dtype may have an enabled one. Unscale
+           once per window, before norm and clipping, and update once.
         4. With a scaler, an overflow in any micro-batch skips the window: weights, optimizer state
            and schedule stay.
     """

@@ -2,8 +2,7 @@
 
     written here  nothing of torch.utils.checkpoint runs
     untouched     modes, hooks, training flags and the caller's data, after an error too
-    errors        ValueError that names the offending value, before any change, unless it says
-                  otherwise
+    errors        ValueError that names the bad value, before any change, unless stated otherwise
 
 Source: Chen et al. (arXiv 1604.06174).
 """
@@ -33,14 +32,14 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
                       requires one, backward does nothing
         kept          only the arguments until backward; in backward the activations of one
                       checkpoint at a time
-        freed         arguments in backward, everything else with the graph; without the garbage
-                      collector
+        freed         tensor arguments in backward, everything else with the graph; without the
+                      garbage collector
         random state  the second run draws the same numbers from torch's default generators; the
                       stream continues as after one run
-        autocast      in the second run as in the first: off, or on with its dtype; the backward
-                      pass runs under its caller's
+        autocast      in the second run as in the first: off, or on with its dtype; backward keeps
+                      its caller's autocast
         result        what `function` returns: a tensor, or a tuple or namedtuple of tensors and
-                      other things; tensors may be changed in place
+                      other things; those that share no memory may be changed in place
         no_grad       under no_grad and inference_mode it is the plain call
 
         >>> checkpoint(block, x).sum().backward()
@@ -200,7 +199,7 @@ def run_in_segments(layers: Sequence[nn.Module], x: Tensor, segments: int) -> Te
         >>> run_in_segments(layers, x, segments=4).sum().backward()
 
     Args:
-        layers: each from a tensor to a tensor, not in place; one may appear twice.
+        layers: each from a tensor to a floating-point tensor, not in place; one may appear twice.
         x: the first layer's input.
         segments: from 1 to the number of layers.
 
@@ -259,7 +258,7 @@ def fewest_extra_steps(num_layers: int, snapshots: int) -> int:
                    snapshot up to it run without a graph; then the layer runs once with one, which
                    does not count
         snapshots  the first layer's input is one; the input of the layer that runs with a graph
-                   is not
+                   is no snapshot
 
         >>> fewest_extra_steps(10, snapshots=3)
         15
@@ -327,7 +326,7 @@ def backward_with_snapshots(
 
     Args:
         layers: as for run_in_segments.
-        x: the first layer's input, a snapshot.
+        x: the first layer's input, which counts as a snapshot.
         loss_fn: from the last output to a scalar; may have parameters.
         snapshots: at least 1; may exceed the number of layers.
 

@@ -212,8 +212,8 @@ def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
     ones = torch.ones
     for name, batch, *mentions in (
         ("no rows", (ones(0, 7), ones(0, 5)), 0),
-        ("6 inputs and 1 target", (ones(6, 7), ones(1, 5)), 6, 1),
-        ("1 input and 6 targets", (ones(1, 7), ones(6, 5)), 1, 6),
+        ("6 inputs and 1 target", (ones(6, 7), ones(1, 5)), (6, 1)),
+        ("1 input and 6 targets", (ones(1, 7), ones(6, 5)), (1, 6)),
         ("three tensors", (ones(2, 7), ones(2, 5), ones(2))),
         ("inputs without targets", (ones(2, 7),)),
         ("one tensor of two rows", ones(2, 7)),

@@ -19,8 +19,8 @@ class Outer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, width)
         self.inner = Block(width)
+        self.gate = nn.Linear(width, width)  # after it, where an order of modules() shows
         self.gain = nn.Parameter(torch.full((width,), 1.5))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ nothing. Shapes, dtypes, bytes and the calls themselves are those of the real th
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,25 +82,25 @@ def _world(size: int, device: torch.device, rank: int) -> Iterator[DeviceMesh]:
     forget_shardings()
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
-        with mock.patch.object(dist, "all_reduce", _summing(dist.all_reduce)):
+        # Of the class: an answer may have imported the function all_reduce by its name.
+        kind = dist.ProcessGroup
+        with mock.patch.object(kind, "allreduce", _summing(kind.allreduce)):
             yield init_device_mesh(device.type, (size,))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _summing(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+def _summing(allreduce: Callable[..., Any]) -> Callable[..., Any]:
     """The fake group leaves a sum over ranks as it is; one over equals is so many times as much."""
     import torch.distributed as dist
 
-    @functools.wraps(all_reduce)
-    def summed(
-        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        work = all_reduce(tensor, op, group, async_op)
-        if op == dist.ReduceOp.SUM:
+    def summed(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
+        work = allreduce(group, tensors, options)
+        if options.reduceOp == dist.ReduceOp.SUM:
             with torch.no_grad():
-                tensor.mul_(dist.get_world_size(group))
+                for tensor in tensors:
+                    tensor.mul_(group.size())
         return work
 
     return summed

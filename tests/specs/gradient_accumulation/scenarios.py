@@ -95,7 +95,7 @@ def failing(**places):
 
 BAD = [
     ("no samples", (torch.ones(0, 7), torch.ones(0, 5)), 0),
-    ("6 inputs and 1 target", (torch.ones(6, 7), torch.ones(1, 5)), 6, 1),
+    ("6 inputs and 1 target", (torch.ones(6, 7), torch.ones(1, 5)), (6, 1)),
 ]
 NOTHING = ("no micro-batch", *refused(lambda w: w.batches.clear(), mentions=[0]))
 

@@ -9,7 +9,7 @@ from kit.laws import twists
 from kit.laws.checks import check_equal
 from kit.laws.precisions import HALVES, PRECISIONS, scaler_for
 from kit.laws.scenarios import scenarios as tried
-from kit.laws.twists import gradient, option, put, refused, unused
+from kit.laws.twists import fails, gradient, option, put, refused, unused
 from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import EPOCH
 from specs.gradient_accumulation.scenarios import HALF, tag
@@ -75,6 +75,7 @@ class TestPart5MixedPrecision:
     @EPOCH.spec("bf16", "fp16")
     def test_runs_forward_and_loss_under_autocast_and_backward_outside(self):
         yield ("a plain epoch",)
+        yield "the model fails at 4", fails("model", 4)
 
     @pytest.mark.exact("train_epoch", 3)
     @EPOCH.spec("fp16")
@@ -82,6 +83,7 @@ class TestPart5MixedPrecision:
         yield "a parameter without a gradient", unused, HALF
         often = twists.scaled(growth_interval=1, backoff_factor=0.9)
         yield "a scale that grows in every window, and falls little", often, gradient(math.inf, 4)
+        yield "an overflow, with max_norm", gradient(math.inf, 4), HALF
 
     @pytest.mark.exact("train_epoch", 4)
     @EPOCH.spec("bf16", "fp16")

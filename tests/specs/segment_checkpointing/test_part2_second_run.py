@@ -221,6 +221,7 @@ class TestPart2SecondRun:
             "list": [x],
             "tuple": (nn.Parameter(x.detach()),),
             "dict": {"x": x.detach()},
+            "namedtuple": Pair(1, x.detach()),
             "dict in a list": [{1: x}],
         }.items():
             call = partial(answer.checkpoint, lambda *_: runs.append(1) or x * 2, 3, given)

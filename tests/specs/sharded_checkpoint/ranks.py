@@ -121,6 +121,7 @@ def refuses_folders(answer: Any, rank: int, folder: Path) -> None:
         "a transposed weight": lambda model: setattr(
             model.head, "weight", nn.Parameter(torch.ones(WIDTH, OUTPUTS))
         ),
+        "a buffer of another shape": lambda model: setattr(model, "scale", torch.ones(1)),
         "a buffer more": lambda model: model.register_buffer("more", torch.ones(2)),
     }
     for what, change in changes.items():

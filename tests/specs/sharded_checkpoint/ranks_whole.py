@@ -62,6 +62,7 @@ def refuses_files(answer: Any, rank: int, folder: Path) -> None:
         "a name too few": {name: ...},
         "a buffer too few": {"scale": ...},
         "a name too many": {f"{name}.more": torch.ones(3)},
+        "a buffer of another shape": {"scale": torch.ones(1)},
         "a transposed weight": {name: state[name].T.clone()},
     }
     for what, changed in files.items():
