@@ -422,7 +422,7 @@ def canary_WAITS():
     x = torch.ones(2, requires_grad=True)
     with simulated_world(2):
         for call in (
-            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.broadcast(torch.ones(2), 0),  # not what the simulation replaces
             lambda: dist.barrier(),
             lambda: x.exp().sum().backward(),  # where the hooks of DDP and FSDP wait
         ):
