@@ -99,6 +99,6 @@ def ids(*shape):
 BAD = [
     ("no samples", (ids(0, 3), ids(0, 3)), 0),
     ("a dimension more", (ids(2, 3), ids(2, 3, 1))),
-    ("4 targets for 5 tokens in each row", (ids(2, 5), ids(2, 4)), 5, 4),
-    ("6 x 2 targets for 2 x 6 tokens", (ids(2, 6), ids(6, 2)), 2, 6),
+    ("4 targets for 5 tokens in each row", (ids(2, 5), ids(2, 4)), (5, 4)),
+    ("6 x 2 targets for 2 x 6 tokens", (ids(2, 6), ids(6, 2)), (2, 6)),
 ]
