@@ -64,6 +64,7 @@ class TestPart4TrainingBytes:
             yield f"7_500_000_000, 'master_adam', zero_stage={stage}, ranks=64", want
 
         yield "10, 'adam', ranks=4", 160
+        yield "10, 'adam', zero_stage=3", 160
 
     @pytest.mark.exact("training_bytes", "lora_16bit")
     @counts("adapters alone have gradients and moments")
@@ -89,7 +90,7 @@ class TestPart4TrainingBytes:
 
     @pytest.mark.survives("training_bytes", "Raises")
     def test_refuses_bad_input(self, answer):
-        bad = {"-5, 'adam'": -5, "10, 'lora_4bit', trainable=-3": -3}
+        bad = {"-1, 'adam'": -1, "10, 'lora_4bit', trainable=-3": -3}
         bad |= {"10, 'lora_16bit'": ("trainable", None), "10, 'adam', trainable=77": 77}
         bad |= {f"10, {name!r}": name for name in ("adamw8bit", "Adam", "lora_8bit")}
         bad |= {f"10, 'adam', ranks={n}": n for n in (0, -2)}
