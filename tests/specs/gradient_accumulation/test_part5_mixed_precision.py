@@ -63,6 +63,7 @@ class TestPart5MixedPrecision:
         """Goyal et al.: 0.1 for 256 is 3.2 for 8192."""
         yield "0.1 at 256 to 8192", 3.2, 0.1, 256, 8192, "linear"
         yield "0.3 at 6 to 10", 0.5, 0.3, 6, 10, "linear"
+        yield "0.4 at 4 to 1", 0.1, 0.4, 4, 1, "linear"
         yield "2e-6 at 512 to 3", 1.171875e-8, 2e-6, 512, 3, "linear"
 
     @pytest.mark.works("scaled_lr", "sqrt")
