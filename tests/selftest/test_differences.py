@@ -82,10 +82,14 @@ def test_what_differs_says_itself_whence_it_comes(got, words):
     [
         (ONE.double(), ONE, "in float64; they belong in float32"),
         (T([[1.0, 2.0]]), T([1.0, 2.0]), r"in the shape \(1, 2\), not \(2,\)"),
-        (T([1.0, 2.000001]), T([1.0, 2.0]), "but for the last digits"),
-        (T([1.0, 2.000001]).double(), T([1.0, 2.0]).double(), "on the way is in float32"),
-        (described(torch.ones(999)[3]), described(T(1.0)), "a view that keeps 3996 bytes: copy"),
-        (described(T(1.0, requires_grad=True)), described(T(1.0)), "keeps its graph: detach it"),
+        (T([1.0, 2.000001]), T([1.0, 2.0]), "in the last digits only"),
+        (T([1.0, 2.000001]).double(), T([1.0, 2.0]).double(), "is computed in float32"),
+        (described(torch.ones(999)[3]), described(T(1.0)), "a view that keeps 3996 bytes alive: copy"),
+        (
+            described(T(1.0, requires_grad=True)),
+            described(T(1.0)),
+            "still has its graph: detach it",
+        ),
         (described(T(1.000001, requires_grad=True)), described(T(1.0)), "graph: detach it"),
         (T([1.0, 2.1]), T([1.0, 2.0]), None),
         (torch.zeros(2), torch.zeros(2).double(), None),  # zeros say nothing
@@ -100,11 +104,11 @@ def test_what_is_nearly_right_says_what_is_wrong_with_it(got, want, words):
 @pytest.mark.parametrize(
     ("got", "want", "what", "words"),
     [
-        (None, ONE, "gradient of x", "no gradient gets there"),
-        (ONE, None, "gradient of x", "a gradient where there should be none"),
-        (0 * ONE, None, "gradient of x", "zeros are there"),
-        (None, ONE, "kept gradients of x", "it was there, and has been cleared"),
-        (ONE, None, "kept gradients of x", "it has not been cleared"),
+        (None, ONE, "gradient of x", "it gets no gradient"),
+        (ONE, None, "gradient of x", "there is a gradient, but it should be None"),
+        (0 * ONE, None, "gradient of x", "the gradient is zeros"),
+        (None, ONE, "kept gradients of x", "it was cleared, but should have been kept"),
+        (ONE, None, "kept gradients of x", "it was not cleared"),
         ("the error that this scenario raises", "ValueError", "outcome", "it is refused too late"),
     ],
 )

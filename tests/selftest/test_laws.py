@@ -159,13 +159,12 @@ def test_a_function_that_the_contract_has_not_is_the_answers_own_business():
 
 
 ATTRIBUTES = {
-    "something is set on the object and stays there: Sequential.other, 0.mine": (
+    "something is left on the object: Sequential.other, 0.mine": (
         lambda model: (setattr(model[0], "mine", 1), setattr(model, "other", 2))
     ),
     "something is removed from the object: 0.scale": lambda model: delattr(model[0], "scale"),
     "something on the object is replaced: 0.scale": lambda model: setattr(model[0], "scale", abs),
-    "something is set on the object and stays there: 0.mine; "
-    "something is removed from the object: 0.scale": (
+    "something is left on the object: 0.mine; something is removed from the object: 0.scale": (
         lambda model: setattr(model[0], "mine", vars(model[0]).pop("scale"))
     ),
 }

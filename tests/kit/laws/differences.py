@@ -57,35 +57,35 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     """What is certain of a difference, whatever the answer does; `what` differs, in words."""
     if what == "outcome" and "this scenario" in str(want) and got != want:  # a planted error
         if got == "returns":
-            return "the error that comes is kept back"
-        return "the error that comes is caught, and another one is raised"
+            return "the error is swallowed"
+        return "the error is caught, and another one is raised"
     if what == "outcome" and want == "ValueError" and "this scenario" in str(got):
-        return "it is refused too late, or not at all: the call has gone on until that error"
+        return "it is refused too late, or not at all: the call went on until that error"
     if what == "outcome" and (got, want) == ("returns", "ValueError"):
         return "it is not refused: nothing checks it, or a check lets it through"
     if got is None and isinstance(want, Tensor) and what.startswith("gradient"):
         if want.is_complex():
-            return "no gradient gets there: it is detached, or is_floating_point() has said no"
-        return "no gradient gets there: something on the way is detached, or has no graph"
+            return "it gets no gradient: detached, or left out because is_floating_point() is False"
+        return "it gets no gradient: something on the way is detached, or has no graph"
     if isinstance(got, Tensor) and want is None and what.startswith("gradient"):
         if not bool(got.any()):
-            return "zeros are there, where there should be no gradient"
-        return "a gradient where there should be none"
+            return "the gradient is zeros, but should be None"
+        return "there is a gradient, but it should be None"
     if what.startswith("kept gradients") and (got is None) != (want is None):
-        return "it was there, and has been cleared" if got is None else "it has not been cleared"
+        return "it was cleared, but should have been kept" if got is None else "it was not cleared"
     if isinstance(got, Described) and isinstance(want, Described):
         (*_, graph, held), (*_, no_graph, not_held) = got.kind, want.kind
         belief = certain(got.value, want.value)
         if graph and not no_graph and (belief or torch.equal(got.value, want.value)):
-            return "the number is right, and keeps its graph: detach it"
+            return "the number is right, but still has its graph: detach it"
         if belief or not torch.equal(got.value, want.value):
             return belief
         if held and not not_held:
-            return f"the number is right, and a view that keeps {held} bytes: copy it"
+            return f"the number is right, but a view that keeps {held} bytes alive: copy it"
         return None
     if isinstance(got, float) and isinstance(want, Tensor) and want.numel() == 1:
         is_right = math.isclose(got, want.item(), rel_tol=_ROUNDED)
-        return "the number is right, but a Python float: it was a tensor" if is_right else None
+        return "the number is right, but is a Python float and no tensor" if is_right else None
     if not isinstance(got, Tensor) or not isinstance(want, Tensor) or not beside(got, want):
         return None
     if got.numel() != want.numel() or got.is_complex() or want.is_complex() or not got.numel():
@@ -93,11 +93,11 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     mine, true = got.detach().flatten().double(), want.detach().flatten().double()
     if what.startswith("gradient") and bool(mine.isnan().all() & ~true.isnan().any()):
         return (
-            "one NaN has come to every number: by a factor for all, such as inf / inf of a clipping"
+            "one NaN spread to every number: by a common factor, such as inf / inf when clipping"
             " to an infinite norm, or through the model"
         )
     if bool(mine.isinf().any() & true.isfinite().all() & (true.abs().max() > _ROOT)):
-        return "it overflows on the way: in 16 bits, or as a square of more than 1e19 in float32"
+        return "it overflows: in 16 bits, or as the square of a number above 1e19 in float32"
     if not bool(true.isfinite().all()):
         return None  # no sum says how far off it is
     off = (mine - true.to(mine.device)).norm()
@@ -115,8 +115,8 @@ def certain(got: object, want: object, what: str = "") -> str | None:
     if got.dtype == torch.float64:
         if not torch.allclose(mine, true.to(mine.device), rtol=_ROUNDED, atol=0):
             return None
-        return "the numbers are right to 7 digits or so: something on the way is in float32"
-    return "the numbers are right but for the last digits: as from sums in another order"
+        return "the numbers are right to about 7 digits: something is computed in float32"
+    return "the numbers differ in the last digits only, as after a sum in another order"
 
 
 def _kind(got: Tensor, want: Tensor) -> str:

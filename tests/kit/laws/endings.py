@@ -51,7 +51,7 @@ def check_ending(
         raise
     except BaseException as error:
         came = repr(error)
-    cause = "an error or Ctrl-C is kept from the caller, or another one made of it"
+    cause = "an error or Ctrl-C is swallowed, or replaced by another error"
     check_equal(came, repr(planted), "the error that comes out", cause=cause)
     if alive(there):
         gc.collect()

@@ -229,12 +229,12 @@ class Law:
         late = self._too_late(first.scenario, seen)
         belief = suspect.belief if suspect else late or certain(first.got, first.want, name)
         if name == _RETURNED:
-            belief = belief or "something else is returned than the stub says"
+            belief = belief or "the result is not what the stub says"
         if not belief and name == "message":  # which was looked at
             belief = meaning or None
         if not belief and in_another_order(first.got, first.want):
             belief = (
-                "all of it is there, in another order: something is read or done ahead, or late"
+                "everything is there, but in another order: something is done too early or too late"
             )
         is_of_errors = bool(late) or name == "message"
         failure = SpecFailure(
@@ -255,8 +255,8 @@ class Law:
             return None
         more = len(pattern.get("passes forward", ())) - len(self._right[scenario]["passes forward"])
         times = "once" if more == 1 else f"{more} times"
-        ran = f", after the model has run {times}" if more > 0 else ""
-        return f"it is refused too late{ran}: look at everything before you change anything"
+        ran = f", after the model ran {times}" if more > 0 else ""
+        return f"it is refused too late{ran}: check everything before you change anything"
 
     def _suspect(
         self,

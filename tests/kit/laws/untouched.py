@@ -32,17 +32,17 @@ from kit.private_torch import data_version, dispatch_modes, leaf_hooks
 
 # What each observable means for the one who changed it.
 _CAUSES = {
-    "training": "train() or eval() is called: the mode is the caller's business",
+    "training": "train() or eval() is called: the mode is the caller's",
     "hooks": "a hook is left behind, or one of the caller's is removed",
-    "requires_grad": "requires_grad is switched and not switched back",
+    "requires_grad": "requires_grad is changed and not restored",
     "data": "the caller's tensor is changed in place",
-    "autocast": "autocast is set by hand and not set back; `with` does that, after an error too",
-    "grad mode": "grad mode is set by hand and not set back",
-    "dispatch modes": "a mode is entered by hand and not left, or the caller's is left too",
-    "random": "a seed is set, or random numbers are drawn that nobody asked for",
-    "garbage": "the garbage collector is switched off and not on again",
+    "autocast": "autocast is set by hand and not restored; `with` restores it, after an error too",
+    "grad mode": "grad mode is set by hand and not restored",
+    "dispatch modes": "a mode is entered by hand and not exited, or the caller's is exited too",
+    "random": "a seed is set, or extra random numbers are drawn",
+    "garbage": "the garbage collector is switched off and not switched on again",
 }
-_SET = "it is set by hand and not set back"  # whatever else is in force
+_SET = "it is set by hand and not restored"  # whatever else is in force
 _RANDOM = "random state of torch"
 
 # The last error that a guarded call has raised, in words: a spec may have expected it.
@@ -143,7 +143,7 @@ def _failure(observable: str, old: Any, new: Any, after: str) -> SpecFailure:
 def _attributes_that_differ(old: Named, new: Named) -> tuple[str, list[str], list[str]]:
     """What has become of which attributes, and the names of these before and now."""
     found = {
-        "something is set on the object and stays there": [n for n in new if n not in old],
+        "something is left on the object": [n for n in new if n not in old],
         "something is removed from the object": [n for n in old if n not in new],
         "something on the object is replaced": [n for n in old if n in new and old[n] != new[n]],
     }
