@@ -403,7 +403,7 @@ class _Sweep:
                 edge, grad = get_gradient_edge(output.view_as(output)), self.grad
             del output
             self.grad = None
-            torch.autograd.backward(edge, grad)
+            torch.autograd.backward((edge,), (grad,))
         self.grad = found.get(at)
 
     def _run(self, at: int, value: Tensor) -> Tensor:
