@@ -98,6 +98,8 @@ class TestPart2SavedBytes:
         yield "a non-persistent buffer", 0, lambda: row * body.mask, body
         late = lambda: (setattr(body, "late", nn.Parameter(torch.ones(6))), row * body.late)[1]  # noqa: E731
         yield "a parameter that forward makes", 4 * 6, late, body
+        body.weight.grad = torch.ones(8, 6)
+        yield "a gradient", 4 * 8 * 6, lambda: row * body.weight.grad[0], body
         scaled = lambda: loss(body(x)) * loss.bias  # noqa: E731
         size = 4 * (5 * 6 + 5 * 8 + 8 * 2 + 5 * 2 + 2)
         yield "the weights of a loss are not the model's", size, scaled, body
