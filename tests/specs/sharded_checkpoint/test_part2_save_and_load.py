@@ -90,7 +90,7 @@ def _check_peaks(call: str, answer: Any, reference: Any, worlds: Any, folder: Pa
     known = once(call, lambda: peaks(reference, "theirs"))
     kinds = [
         ("above the baseline", 0, "its weights and moments + two whole parameters"),
-        ("growth of the whole process", 8 * 2**20, "the same + 8 MiB; not only tensors count"),
+        ("growth of the whole process", 4 * 2**20, "the same + 4 MiB; not only tensors count"),
     ]
     for rank, both in enumerate(zip(peaks(answer, "yours"), known, strict=True)):
         for (kind, more, formula), yours, theirs in zip(kinds, *both, strict=True):
