@@ -5,12 +5,20 @@ from __future__ import annotations
 import itertools
 import pydoc_data.topics
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kit.laws import draw
+
+
+class Pair(NamedTuple):
+    """Anything in a namedtuple, which is to come back as one."""
+
+    first: Any
+    second: Any
 
 
 def mlp(

@@ -202,18 +202,24 @@ def fails(
     return twist
 
 
-def refused(*twists: Twist, mentions: Iterable[object] = (), at: int = 0) -> tuple[Twist, ...]:
-    """A call that is refused with such words, in the middle of training, after `at` steps."""
-    return (put(mentions=tuple(mentions), refused_at=at), *twists, trained_before)
+def refused(*twists: Twist, mentions: Iterable[object] = ()) -> tuple[Twist, ...]:
+    """A call that is refused with such words, in the middle of training."""
+    return (put(mentions=tuple(mentions), refused_at=0), *twists, trained_before)
 
 
-def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
-    """Scenarios with a batch, at this place, that is no pair of tensors of one length."""
+# Pairs of wrong lengths, each with what a message must name.
+BAD_PAIRS: tuple[tuple[Any, ...], ...] = (
+    ("no samples", (torch.ones(0, 7), torch.ones(0, 5)), 0),
+    ("6 inputs and 1 target", (torch.ones(6, 7), torch.ones(1, 5)), (6, 1)),
+    ("1 input and 6 targets", (torch.ones(1, 7), torch.ones(6, 5)), (1, 6)),
+)
+
+
+def bad_batches() -> Iterator[tuple[Any, ...]]:
+    """Scenarios with a first batch that is no pair of tensors of one length."""
     ones = torch.ones
     for name, batch, *mentions in (
-        ("no rows", (ones(0, 7), ones(0, 5)), 0),
-        ("6 inputs and 1 target", (ones(6, 7), ones(1, 5)), (6, 1)),
-        ("1 input and 6 targets", (ones(1, 7), ones(6, 5)), (1, 6)),
+        *BAD_PAIRS,
         ("three tensors", (ones(2, 7), ones(2, 5), ones(2))),
         ("inputs without targets", (ones(2, 7),)),
         ("one tensor of two rows", ones(2, 7)),
@@ -222,8 +228,8 @@ def bad_batches(at: int = 0) -> Iterator[tuple[Any, ...]]:
         ("a tensor and None", (ones(2, 7), None)),
         ("a dict", {"x": ones(2, 7), "y": ones(2, 5)}),
     ):
-        yield f"a batch of {name}", *refused(_batch(batch, at), mentions=mentions, at=at)
+        yield f"a batch of {name}", *refused(_first_batch(batch), mentions=mentions)
 
 
-def _batch(batch: object, at: int) -> Twist:
-    return lambda w: w.batches.__setitem__(at, batch)
+def _first_batch(batch: object) -> Twist:
+    return lambda w: w.batches.__setitem__(0, batch)

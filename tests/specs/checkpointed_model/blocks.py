@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections import Counter, namedtuple
+from collections import Counter
 
 import pytest
 import torch
@@ -81,9 +81,6 @@ class Normed(nn.Module):
     def forward(self, x):
         y = torch.tanh(self.up(x.transpose(1, -1))).transpose(1, -1)
         return x + torch.tanh(self.norm(y))
-
-
-Pair = namedtuple("Pair", ["first", "second"])
 
 
 class Mixer(nn.Module):

@@ -9,13 +9,12 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.checks import check_raises
-from kit.laws.toys import mlp
+from kit.laws.toys import Pair, mlp
 from specs.checkpointed_model.blocks import (
     Counting,
     Nest,
     Noisy,
     Normed,
-    Pair,
     call,
     chain,
     counting,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kit.laws.checks import ERRORS, check_equal, check_raises
-from kit.laws.toys import Block
+from kit.laws.toys import Block, Pair
 from kit.laws.untouched import observed
 from specs.checkpointed_model.blocks import (
     Chain,
@@ -19,7 +19,6 @@ from specs.checkpointed_model.blocks import (
     Nest,
     Noisy,
     Normed,
-    Pair,
     again,
     chain,
     checkpointed,

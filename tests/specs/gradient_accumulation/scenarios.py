@@ -93,11 +93,6 @@ def failing(**places):
         yield f"{kind} in the {place} at {at}", trained_before, fails(place, at, error)
 
 
-BAD = [
-    ("no samples", (torch.ones(0, 7), torch.ones(0, 5)), 0),
-    ("6 inputs and 1 target", (torch.ones(6, 7), torch.ones(1, 5)), (6, 1)),
-    ("1 input and 6 targets", (torch.ones(1, 7), torch.ones(6, 5)), (1, 6)),
-]
 NOTHING = ("no micro-batch", *refused(lambda w: w.batches.clear(), mentions=[0]))
 
 

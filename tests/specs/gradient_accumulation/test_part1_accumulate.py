@@ -6,6 +6,7 @@ from torch import nn
 
 from kit.laws.checks import check_close
 from kit.laws.toys import mse
+from kit.laws.twists import BAD_PAIRS
 from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import ACCUMULATED
 
@@ -80,5 +81,5 @@ class TestPart1Accumulate:
     @pytest.mark.survives("accumulate", "Raises")
     @ACCUMULATED.spec()
     def test_refuses_a_bad_micro_batch_anywhere_before_anything_is_changed(self):
-        yield from scenarios.bad(scenarios.BAD, 0, 2)
+        yield from scenarios.bad(BAD_PAIRS, 0, 2)
         yield scenarios.NOTHING

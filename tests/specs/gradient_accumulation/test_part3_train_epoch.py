@@ -7,7 +7,7 @@ import torch
 
 from kit.laws import twists
 from kit.laws.checks import check_close
-from kit.laws.twists import option, put, refused
+from kit.laws.twists import BAD_PAIRS, option, put, refused
 from specs.gradient_accumulation import memory, scenarios
 from specs.gradient_accumulation.laws import EPOCH
 from specs.gradient_accumulation.scenarios import HALF
@@ -86,7 +86,7 @@ class TestPart3TrainEpoch:
     @EPOCH.spec()
     def test_earlier_steps_remain_when_an_error_ends_the_epoch(self):
         yield from scenarios.failing(model=4, loss=5, data=6)
-        yield from scenarios.bad(scenarios.BAD, 4, 6)
+        yield from scenarios.bad(BAD_PAIRS, 4, 6)
 
     @pytest.mark.survives("train_epoch", "Raises")
     @EPOCH.spec()

@@ -1,6 +1,5 @@
 """The second run repeats the first: random numbers, autocast, arguments, results."""
 
-from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -11,9 +10,8 @@ from kit.laws import draw
 from kit.laws.bars import bar
 from kit.laws.checks import ERRORS, check_equal, check_raises
 from kit.laws.endings import check_ending
+from kit.laws.toys import Pair
 from specs.segment_checkpointing import worlds as w
-
-Pair = namedtuple("Pair", ["x", "y"])
 
 
 class TestPart2SecondRun:
