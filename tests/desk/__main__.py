@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -40,6 +41,9 @@ def main(arguments: list[str] | None = None, begin: Callable[[], object] = lambd
         return _say(str(error), as_json, 2)
     except KeyboardInterrupt:
         return _say("Stopped; nothing was left running.", as_json, 130)
+    except BrokenPipeError:  # `... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

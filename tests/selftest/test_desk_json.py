@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import types
 import typing
 from functools import cache
@@ -13,6 +16,7 @@ import pytest
 
 from desk import schema
 from desk.__main__ import main
+from kit.catalog import ROOT
 from selftest.tiny import SOLUTION, House, new_folder
 from selftest.tiny_answers import ANSWERS, in_mean, line_of
 
@@ -236,3 +240,19 @@ def test_ctrl_c_is_an_error_in_json(capsys, monkeypatch):
     monkeypatch.setattr("desk.board.run", interrupt)
     assert main(["board", "--json"]) == 130
     assert json.loads(capsys.readouterr().out)["error"] == "Stopped; nothing was left running."
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    """As with `--json | head -c 80`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "desk", "board", "--json"]
+    with os.fdopen(writing, "wb") as out:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": "tests"},
+            stdout=out,
+            stderr=subprocess.PIPE,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
