@@ -17,56 +17,6 @@ KNOWS_TURNS = Path("/proc/self/schedstat").is_file()  # how often a thread has r
 _IDLE = 0.1  # of the time: who is ready for work more often than this does not wait
 
 
-class Patience:
-    """What some processes have used up of a limit in seconds.
-
-    As long as one of them works, its processor time counts, that of the busiest; where none does,
-    they wait, and the wall clock counts. So a loop that does not end and a wait that does not end
-    both come to the limit, and a process that gets a quarter of a processor has four times as long.
-    A process that is ready to work and gets no processor at all does not wait: it is starved, and
-    so is one whose processor the host of a virtual machine has taken away.
-    """
-
-    def __init__(self, limit: float) -> None:
-        self.limit, self.used = limit, 0.0
-        self._last = time.monotonic()
-        self._before: dict[int, Spent] = {}
-        self._idle: dict[int, float] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the limit is used up."""
-        return self.used >= self.limit
-
-    def shorten(self, seconds: float) -> None:
-        """Leave no more than these seconds."""
-        self.limit = min(self.limit, self.used + seconds)
-
-    def look(self, pids: Callable[[], Iterable[int]]) -> bool:
-        """Note what these processes have done since the last look; False if that is too short."""
-        passed = time.monotonic() - self._last
-        if passed < _INTERVAL:
-            return False
-        self._last += passed
-        most, all_wait = 0.0, True
-        for pid in pids():
-            before, now = self._before.get(pid, Spent()), spent(pid)
-            self._before[pid] = now
-            worked, queued = now.worked - before.worked, now.queued - before.queued
-            most = max(most, worked)
-            waits = worked + queued < _IDLE * passed and not now.is_ready
-            sleeps = waits and now.turns == before.turns
-            seen = min(passed, _LONGEST)
-            self._idle[pid] = self._idle.get(pid, 0.0) + seen if sleeps else 0.0
-            all_wait = all_wait and waits
-        self.used += passed if all_wait else min(most, passed)
-        return True
-
-    def idle_seconds(self, pid: int) -> float:
-        """For how long the main thread of this process has not run once, as far as was looked."""
-        return self._idle.get(pid, 0.0)
-
-
 class Spent(NamedTuple):
     """Seconds of a process and its threads, at work and ready for work; 0 when it is gone.
 
@@ -110,3 +60,63 @@ def family(pid: int | None = None) -> list[int]:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.Error:
         return [pid]
+
+
+class Patience:
+    """What some processes have used up of a limit in seconds.
+
+    As long as one of them works, its processor time counts, that of the busiest; where none does,
+    they wait, and the wall clock counts. So a loop that does not end and a wait that does not end
+    both come to the limit, and a process that gets a quarter of a processor has four times as long.
+    A process that is ready to work and gets no processor at all does not wait: it is starved, and
+    so is one whose processor the host of a virtual machine has taken away.
+
+    Args:
+        clock: the wall clock.
+        spending: what a process has spent.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        clock: Callable[[], float] = time.monotonic,
+        spending: Callable[[int], Spent] = spent,
+    ) -> None:
+        self.limit, self.used = limit, 0.0
+        self._clock, self._spending = clock, spending
+        self._last = clock()
+        self._before: dict[int, Spent] = {}
+        self._idle: dict[int, float] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit is used up."""
+        return self.used >= self.limit
+
+    def shorten(self, seconds: float) -> None:
+        """Leave no more than these seconds."""
+        self.limit = min(self.limit, self.used + seconds)
+
+    def look(self, pids: Callable[[], Iterable[int]]) -> bool:
+        """Note what these processes have done since the last look; False if that is too short."""
+        passed = self._clock() - self._last
+        if passed < _INTERVAL:
+            return False
+        self._last += passed
+        most, all_wait = 0.0, True
+        for pid in pids():
+            before, now = self._before.get(pid, Spent()), self._spending(pid)
+            self._before[pid] = now
+            worked, queued = now.worked - before.worked, now.queued - before.queued
+            most = max(most, worked)
+            waits = worked + queued < _IDLE * passed and not now.is_ready
+            sleeps = waits and now.turns == before.turns
+            seen = min(passed, _LONGEST)
+            self._idle[pid] = self._idle.get(pid, 0.0) + seen if sleeps else 0.0
+            all_wait = all_wait and waits
+        self.used += passed if all_wait else min(most, passed)
+        return True
+
+    def idle_seconds(self, pid: int) -> float:
+        """For how long the main thread of this process has not run once, as far as was looked."""
+        return self._idle.get(pid, 0.0)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kit import patience
 from kit.patience import Patience, Spent, family, spent
 from selftest.tiny import house, wait_for
 
@@ -35,17 +34,17 @@ class Clocks:
                 old.worked + seconds * share, old.queued + seconds * queued, is_ready, turns
             )
 
+    def patience(self, limit: float) -> Patience:
+        return Patience(limit, lambda: self.wall, self.spent.__getitem__)
+
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    clocks = Clocks()
-    monkeypatch.setattr(patience.time, "monotonic", lambda: clocks.wall)
-    monkeypatch.setattr(patience, "spent", lambda pid: clocks.spent.get(pid, Spent()))
-    return clocks
+def clocks() -> Clocks:
+    return Clocks()
 
 
 def used(clocks: Clocks, seconds: int, *shares: float, queued: float = 0.0) -> float:
-    limit = Patience(1e9)
+    limit = clocks.patience(1e9)
     for _ in range(seconds):
         clocks.go(1.0, *shares, queued=queued)
         limit.look(lambda: [1, 2])
@@ -75,7 +74,7 @@ def test_to_be_ready_for_work_and_get_no_processor_is_not_to_wait(clocks: Clocks
 
 def test_who_has_a_processor_that_does_not_run_does_not_wait(clocks: Clocks) -> None:
     """The host of a virtual machine takes it away for a while: nothing is counted until later."""
-    limit = Patience(100.0)
+    limit = clocks.patience(100.0)
     for is_ready in (False, True, False):
         clocks.go(1.0, 0.0, is_ready=is_ready)
         limit.look(lambda: [1])
@@ -85,7 +84,7 @@ def test_who_has_a_processor_that_does_not_run_does_not_wait(clocks: Clocks) -> 
 
 def test_who_waits_again_and_again_is_not_idle(clocks: Clocks) -> None:
     """Ranks that take turns for many steps, on a busy machine: each works hardly at all."""
-    limit = Patience(100.0)
+    limit = clocks.patience(100.0)
     for turns in (10, 20, 20):
         clocks.go(1.0, 0.01, turns=turns)
         limit.look(lambda: [1])
@@ -94,7 +93,7 @@ def test_who_waits_again_and_again_is_not_idle(clocks: Clocks) -> None:
 
 
 def test_a_limit_ends_and_can_be_shortened(clocks: Clocks) -> None:
-    limit = Patience(10.0)
+    limit = clocks.patience(10.0)
     clocks.go(4.0, 1.0)
     assert limit.look(lambda: [1])
     assert not limit.is_over
@@ -109,7 +108,7 @@ def test_a_limit_ends_and_can_be_shortened(clocks: Clocks) -> None:
 
 
 def test_it_knows_for_how_long_a_process_has_not_worked(clocks: Clocks) -> None:
-    limit = Patience(100.0)
+    limit = clocks.patience(100.0)
     for shares in ((1.0, 0.0), (1.0, 0.0), (0.0, 1.0)):
         clocks.go(1.0, *shares)
         limit.look(lambda: [1, 2])
@@ -119,7 +118,7 @@ def test_it_knows_for_how_long_a_process_has_not_worked(clocks: Clocks) -> None:
 
 
 def test_a_machine_that_stood_still_has_told_nothing_of_who_waits(clocks: Clocks) -> None:
-    limit = Patience(100.0)
+    limit = clocks.patience(100.0)
     clocks.go(30.0, 0.0, 0.0)
     limit.look(lambda: [1])
     assert limit.idle_seconds(1) == pytest.approx(1.0)
