@@ -104,7 +104,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     Details:
         1. A graph that is gone does not count, even if its tensors live on.
         2. Once the caller drops the result, its graph is freed without the garbage collector.
-        3. Gradients and memory are as after `forward` alone.
+        3. Gradients and memory are as after `forward` alone, if the caller has no such hooks.
     """
     # The graph owns the boxes, and we refer to them weakly: a box lives as long as autograd would
     # have kept the tensor, so a graph that is dropped on the way takes its boxes along.
@@ -167,7 +167,10 @@ def peak_memory(
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return _peak_on_cpu(step, existing)
+        watch = _LiveStorages()
+        baseline = watch.look(existing)
+        del existing  # a list made for this call would keep alive what the step frees
+        return _peak_on_cpu(step, watch, baseline)
     if device.type == "cuda":
         return _peak_on_cuda(step, device)
     raise ValueError(f"device must be cpu or cuda, not {str(device)!r}")
@@ -184,9 +187,7 @@ def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> PeakMemor
     return PeakMemory(baseline, peak, torch.cuda.memory_allocated(device) - baseline)
 
 
-def _peak_on_cpu(step: Callable[[], object], existing: Iterable[Tensor]) -> PeakMemory:
-    watch = _LiveStorages()
-    baseline = watch.look(existing)
+def _peak_on_cpu(step: Callable[[], object], watch: _LiveStorages, baseline: int) -> PeakMemory:
     with watch:
         step()
     after = watch.look()

@@ -41,9 +41,10 @@ def check_ending(
     def ends() -> object:
         own = {end}  # lives as long as this frame, and so as long as the error's traceback
         there.append(ref(own))
+        result = function()  # a graph that lies in the frame
         if planted:
             raise type(planted)(*planted.args)
-        return function()
+        return result
 
     try:
         run(ends)

@@ -207,6 +207,8 @@ class TestPart3PeakMemory:
         yield "two results", (2, 2, 2), halves, [x]
         yield "a list as a tensor", (0, 4, 4), lambda: kept.append(torch.tensor([1.0] * KIB))
         yield "resized and gone", (0, 8, 0), lambda: torch.empty(0).resize_(2 * KIB)
+        old = floats(1)
+        yield "an older tensor grows", (1, 2, 2), lambda: old.resize_(3 * KIB // 4).dim(), [old]
         filled = lambda: (torch.exp(x, out=torch.empty(0)), None)[1]  # noqa: E731
         yield "an empty tensor filled and gone", (2, 2, 0), filled, [x]
 
