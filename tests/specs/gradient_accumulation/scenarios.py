@@ -60,6 +60,12 @@ def repeated(w):
     w.after.append(only(-1, 0, 1, -1, -1))
 
 
+def in_float64(w):
+    """Data too; results are float32 all the same."""
+    w.model.double()
+    w.batches = [(x.double(), y.double()) for x, y in w.batches]
+
+
 def rare(w):
     """A parameter is used only for micro-batches of one sample, as an expert may be."""
     used = w.model.rare = nn.Parameter(torch.tensor(2.0))

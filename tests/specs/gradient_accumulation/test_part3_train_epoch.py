@@ -45,6 +45,7 @@ class TestPart3TrainEpoch:
         yield ("seven micro-batches in windows of 3",)
         yield "samples of several lengths", scenarios.sequences
         yield "the same micro-batch again", scenarios.repeated
+        yield "a model in float64", scenarios.in_float64
         yield from scenarios.STEPS
         yield from scenarios.MODES
         yield from scenarios.NO_GRADIENT

@@ -62,6 +62,8 @@ def giving(change):
 
 # They lie in memory as a convolution leaves them.
 transposed = giving(lambda logits: logits.mT.contiguous().mT)
+# As of a padding class: where its token is a target, the loss is infinite.
+never_0 = giving(lambda logits: torch.cat([logits[..., :1] - torch.inf, logits[..., 1:]], -1))
 # exp() of one overflows.
 hundreds = giving(lambda logits: logits * 1000)
 
