@@ -81,7 +81,7 @@ def train_step(
     Details:
         1. Parameters that get no gradient in this step are not stepped.
         2. A huge finite gradient, such as 1e30, is no overflow: it is clipped like any other.
-        3. The step is the same inside an autocast of the caller.
+        3. Forward and backward pass are the same inside an autocast of the caller.
         4. An error in model, loss or optimizer reaches the caller, and the next call works.
     """
     _check_options(scaler, dtype, max_norm)
@@ -404,7 +404,7 @@ class MasterWeights:
 
     Raises:
         no trainable parameter; one that is neither float16 nor bfloat16 (message: its name and
-        dtype); a state with masters of other shapes.
+        dtype); a state with masters of other shapes, or one that the optimizer refuses.
 
     Details:
         1. A frozen parameter has no master and may have any dtype; a tied one has one master.

@@ -114,16 +114,20 @@ class TestPart4MasterWeights:
             check_raises(call, ValueError, mentions=words, when=f"for {model}")
 
     @pytest.mark.survives("MasterWeights", "Raises")
-    def test_refuses_a_state_with_masters_of_other_shapes(self, answer):
+    def test_refuses_a_state_of_another_model(self, answer):
         """copy_ would broadcast a number or a row over a whole master."""
         side = Side(answer.MasterWeights, layer, ADAM)
         play(side, "backward(); step()")
         before, state = side.seen(), kept(side.state_dict())
-        for shapes, *named in ([(3, 5)],), ([(3, 5), (1,)], "1"), ([(5, 3), (3,)], "5, 3"):
-            what = f"masters of shapes {shapes}, not (3, 5) and (3,)"
-            load = partial(side.load_state_dict, state | {"masters": [*map(torch.zeros, shapes)]})
+        optimizer, own = state["optimizer"], [(3, 5), (3,)]
+        broken = ([(3, 5)], 1), ([(3, 5), (1,)], 1, "1"), ([(5, 3), (3,)], 1, "5, 3"), (own, 0)
+        for shapes, groups, *named in broken:
+            what = f"masters of shapes {shapes} and {groups} groups in the optimizer"
+            some = optimizer | {"param_groups": optimizer["param_groups"][:groups]}
+            other = {"masters": [*map(torch.zeros, shapes)], "optimizer": some}
             cause = "only the number of masters or of elements is compared, or nothing"
+            load = partial(side.load_state_dict, other)
             check_raises(load, ValueError, mentions=named, when=f"for {what}", cause=cause)
-            cause = "masters are checked after something has been loaded"
+            cause = "this is checked after something has been loaded"
             what = f"the trainer that has refused {what}"
             check_equal(side.seen(), before, what, cause=cause, clause=ERRORS)
