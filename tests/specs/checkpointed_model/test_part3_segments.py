@@ -87,7 +87,7 @@ class TestPart3Segments:
         4 as the number of segments it would be 4 inputs."""
         size = {"mask": 2, "autocast": 8}.get(case, 4)
         words, given = f"{8 // size} segments + 1", (answer, reference, device)
-        cause = "segment_size is the number of blocks in a segment, not of segments"
+        cause = "segment_size counts segments and not blocks, or the last segment is held in full"
         check_model(held, 8, size, case, 8 // size + 1, words, *given, cause)
         if case == "plain":
             x, model = large_inputs(device), answer.LargeModel(5, WIDTH, segment_size=2).to(device)

@@ -140,8 +140,7 @@ class TestPart4CheckpointBlocks:
         yield "x by keyword", chain(mixers, call=lambda run, block, x: block(that=x)), [2]
         yield "by position", chain(mixers, FLOAT, Pair(FLOAT, 3)), [2]
         every = lambda run, block, x, /, **named: block(x, **named)  # noqa: E731
-        names = dict.fromkeys(["function", "state", "keep"], FLOAT)
-        yield "keywords that this kata uses too", chain(mixers, call=every, **names), [2]
+        yield "a keyword that recompute has too", chain(mixers, call=every, state=FLOAT), [2]
 
     @pytest.mark.survives("checkpoint_blocks", 4)
     @checkpointed("something in the copy, such as a closure, still belongs to the original block")
@@ -156,6 +155,7 @@ class TestPart4CheckpointBlocks:
         answer.checkpoint_blocks(nn.ModuleList(model.order[2:]), Nest)
         named = ("Nest", "Deeper", "tree.2")  # a class, or a block
         _refused(answer, model, Nest, ValueError, named, "for a model whose last block is done")
+        _refused(answer, copy.deepcopy(model), Nest, ValueError, named, "for a copy of it")
 
     @pytest.mark.survives("checkpoint_blocks", "Raises")
     def test_refuses_a_class_without_blocks(self, answer):
