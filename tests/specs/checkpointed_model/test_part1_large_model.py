@@ -175,7 +175,7 @@ class TestPart1LargeModel:
     @as_without("what the second run needs is kept on the model, where another pass overwrites it")
     def test_several_forward_passes_before_one_backward(self):
         yield "2 passes, 2 of them with a mask", large(passes=2, masks=2), None
-        yield "segments of 2, one pass with a mask", large(passes=2, masks=1, size=2), None
+        yield "segments of 2, 2 passes with a mask", large(passes=2, masks=2, size=2), None
 
     @pytest.mark.survives("LargeModel", 4)
     @as_without("a reentrant checkpoint or a custom Function supports one loss.backward() only")

@@ -91,6 +91,7 @@ class TestPart4CheckpointBlocks:
         yield "counters", chain(lambda: [Counting(), Counting()], passes=2), [2]
         norm = chain(lambda: [Normed(nn.BatchNorm1d(WIDTH))], passes=2, shape=(4, WIDTH, 3))
         yield "batch norm", norm, [1]
+        yield "a forward that an adapter has replaced", chain(mixers, prepared=_adapted), [2]
 
     @pytest.mark.saves("checkpoint_blocks", "held")
     @pytest.mark.parametrize("case", ["held", RETAINED])
@@ -250,6 +251,12 @@ def _deep(blocks):
     inner = nn.ModuleDict({"late": nn.Sequential(nn.ModuleList(blocks[2:3]))})
     tree = {"early": nn.ModuleList(blocks[:2]), "deeper": inner, "last": blocks[3]}
     return nn.ModuleDict(tree)
+
+
+def _adapted(model):
+    """The first block has a forward of its own."""
+    first, plain = model.order[0], model.order[0].forward
+    first.forward = lambda x, *args, **kwargs: plain(x * 1.5, *args, **kwargs)
 
 
 def _hooked(model):
