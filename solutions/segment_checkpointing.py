@@ -358,8 +358,8 @@ def backward_with_snapshots(
                 out.backward()
             elif grad is not None and out.requires_grad:  # a layer may detach
                 out.backward(grad)
-            del out
             grad = leaf.grad
+            del out, leaf  # the next runs need the place
     if grad is not None:
         x.backward(grad)
     return loss

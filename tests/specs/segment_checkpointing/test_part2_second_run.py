@@ -8,9 +8,10 @@ from torch import nn
 
 from kit.laws import draw
 from kit.laws.bars import bar
-from kit.laws.checks import ERRORS, check_equal, check_raises
+from kit.laws.checks import ERRORS, UNTOUCHED, check_equal, check_raises
 from kit.laws.endings import check_ending
 from kit.laws.toys import Pair
+from kit.laws.untouched import observed
 from specs.segment_checkpointing import worlds as w
 
 
@@ -167,7 +168,10 @@ class TestPart2SecondRun:
             draw.seed(8)
             loss.backward()
 
+        before = observed()
         check_ending(step, end, lambda: None)
+        cause = "it is set by hand for the second run, and not restored when that fails: use `with`"
+        check_equal(observed(), before, "what is in force", cause=cause, clause=UNTOUCHED)
         if run == 2:
             numbers = draw.next_random(device)
             draw.seed(8)
