@@ -25,13 +25,18 @@ def keeps_values(answer: Any, rank: int) -> None:
         trained = [p.requires_grad for p in model.parameters()]
         want = weights(model) | full(dict(model.named_buffers()))
         model.to(device()).eval()
-        answer.wrap(model, mesh(), kinds, momentum, dtype=dtype)
+        optimizer = answer.wrap(model, mesh(), kinds, momentum, dtype=dtype)
         got = weights(model) | full(dict(model.named_buffers()))
         cause = "values are lost or rounded, or names change"
         check_equal(got, want, f"values after wrap with {dtype}", cause=cause)
         flags = [p.requires_grad for p in model.parameters()]
         cause = "requires_grad is the caller's to set"
         check_equal(flags, trained, f"requires_grad after wrap with {dtype}", cause=cause)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in model.named_parameters() if id(p) not in held]
+        cause = "frozen ones are left out, or it is made before sharding"
+        what = "parameters that the optimizer does not hold"
+        check_equal(missing, [], what, cause=cause, clause="make_optimizer")
 
 
 def accumulates(answer: Any, rank: int) -> None:

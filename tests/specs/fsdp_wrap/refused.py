@@ -35,6 +35,11 @@ def _of_two_blocks(model: Model, mesh: DeviceMesh) -> None:
     model.blocks[1].up = model.blocks[0].up
 
 
+def _block_and_inner(model: Model, mesh: DeviceMesh) -> None:
+    model.blocks[0].add_module("inner", Block().to(mesh.device_type))
+    model.blocks[0].inner.up.weight = model.blocks[0].up.weight
+
+
 def _block_and_root(model: Model, mesh: DeviceMesh) -> None:
     model.add_module("probe", nn.Linear(WIDTH, 3 * WIDTH + 1, bias=False))
     model.probe.weight = model.blocks[0].up.weight
@@ -44,6 +49,7 @@ REFUSED = {
     "one absent class of two": Bad(["Outer"], types=(Block, Outer)),
     "two blocks that share a parameter": Bad(["up.weight"], _between_blocks),
     "two blocks that share a module": Bad(["up.weight"], _of_two_blocks),
+    "a block that shares with one inside it": Bad(["up.weight"], _block_and_inner),
     "a block that shares with the root": Bad(["weight"], _block_and_root),
     "a mesh of 2 by 4": Bad(["2"]),
     "float16": Bad(["float16"], dtype=torch.float16),
