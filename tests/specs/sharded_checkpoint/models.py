@@ -94,7 +94,7 @@ def step(model: nn.Module, optimizer: Optimizer, number: int) -> float:
 def move(model: nn.Module, optimizer: Optimizer) -> None:
     """Change weights and optimizer state, as a training step does."""
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
+        p.grad = torch.ones_like(p) if p.requires_grad else None
     optimizer.step()
 
 

@@ -41,6 +41,7 @@ from specs.sharded_checkpoint.models import (
 WIDE = 48  # so that rounding to 512 bytes matters little
 LARGE = 400  # so that what else a process allocates, some MiB, matters little
 MANY = 5  # blocks; half of them are more than three times the largest parameter
+STEP = 7  # of training; the optimizer has made others
 LACKS = "not everything is saved and loaded, in its dtype; or old state is left"
 WHOLE = "after an evaluation parameters() are no shards, until reshard() or state_dict()"
 
@@ -54,15 +55,20 @@ def on_rank_0(action: Callable[[], object]) -> None:
 
 
 def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str, Any]:
-    """Two steps, a checkpoint, and two more steps; learning rates fall after the first two."""
+    """Two steps, a checkpoint, and two more steps; learning rates fall after the first two.
+
+    A weight is frozen in the first step, as where layers are unfrozen one by one.
+    """
     model = sharded(tied())
     optimizer = in_groups(model.parameters(), kind, 0.01)
-    for number in (0, 1):
-        step(model, optimizer, number)
+    late = model.blocks[0].norm.weight.requires_grad_(False)
+    for train in (lambda: move(model, optimizer), lambda: step(model, optimizer, 1)):
+        train()
+        late.requires_grad_()
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # as schedulers do
             group["lr"] = group["lr"] * 0.7
-    answer.save(str(folder), model, optimizer, 2)
+    answer.save(str(folder), model, optimizer, STEP)
     return {"saved": state(model, optimizer), "after": _goes_on(model, optimizer)}
 
 
@@ -82,7 +88,7 @@ def load_and_go_on(
     held = state(model, optimizer)
     number = answer.load(str(folder), model, optimizer)
     cause = "load does not return the step of the checkpoint"
-    check_equal(number, 2, "the step", cause=cause)
+    check_equal(number, STEP, "the step", cause=cause)
     check_loaded(model, optimizer, saved["saved"], held)
     there = [name for name, p in named(model) if p.grad is not None]
     cause = "load keeps gradients, perhaps those of parameters that the optimizer does not have"
@@ -99,12 +105,17 @@ def _goes_on(model: nn.Module, optimizer: Optimizer) -> torch.Tensor:
 def check_loaded(
     model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], before: Any, cause: str = LACKS
 ) -> None:
-    """Everything is as it was saved, with step 2."""
+    """Everything is as it was saved, with this step."""
     __tracebackhide__ = True
     got, want = state(model, optimizer), {**saved}
     settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
-    steps = {n: torch.full_like(v, 2) for n, v in want.items() if n.startswith("step of ")}
-    suspects = {"the step of training replaces the step of the optimizer": want | steps}
+    steps = {n: v for n, v in want.items() if n.startswith("step of ")}
+    most = max(map(float, steps.values()), default=0)
+    suspects = {
+        f"{what} is the step of every parameter": want
+        | {name: torch.full_like(v, number) for name, v in steps.items()}
+        for what, number in (("the step of training", STEP), ("the step of one parameter", most))
+    }
     check_equal(got, want, "what is loaded", suspects=suspects, before=before, cause=cause)
     cause = "settings, such as learning rates, are not saved and loaded for every group"
     check_equal(settings, own, "settings", cause=cause)
@@ -179,8 +190,9 @@ def comes_back(answer: Any, rank: int, folder: Path, is_evaluated: bool) -> None
     model, optimizer = trained(make()) if is_evaluated else small()
     saved, before = state(model, optimizer), local_state(model, optimizer)
     if is_evaluated:
+        model.set_reshard_after_forward(False)  # blocks stay unsharded too
         evaluate(model)
-    answer.save(folder, model, optimizer, 2)
+    answer.save(folder, model, optimizer, STEP)
     cause = "numpy() of an unsharded parameter: FSDP cannot free it"
     check_equal(error_of(model.state_dict), "", "an error of the model's state_dict()", cause=cause)
     cause = "save changes weights, gradients or state, which training still needs"

@@ -52,7 +52,7 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> None:
     If the copy has the old checkpoint, step 5 is saved again.
     """
     copies = Copies(folder / "run-\u00e9")
-    (copies.folder / "logs").mkdir(parents=True)
+    (copies.folder / "logs.tmp").mkdir(parents=True)
     model, optimizer, before = _begun(answer, copies.folder)
     with before_each_write(copies.folder, copies.before_a_write):
         answer.save(copies.folder, model, optimizer, 5)
@@ -66,7 +66,7 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> None:
             answer.save(path, model, optimizer, 5)
             check_loads(answer, path, new, f"after a new save, {when}", IN_THE_WAY)
             cause = "other files in the folder are taken for leftovers of a save"
-            check_equal((path / "logs").exists(), True, "whether logs are there", cause=cause)
+            check_equal((path / "logs.tmp").exists(), True, "whether it is there", cause=cause)
 
 
 def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> None:
