@@ -77,8 +77,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     Args:
         folder: of the run's checkpoints; made if missing; other files in it stay.
         model: sharded over all ranks, with the same buffers on each.
-        optimizer: SGD, Adam or AdamW; has made a step, with gradients for exactly the parameters
-            that require them.
+        optimizer: SGD, Adam or AdamW, after a step with gradients for exactly the parameters that
+            require them; frozen ones have no state.
         step: of training, from 1.
 
     Raises:
@@ -153,4 +153,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub c28db5aea036
+# untouched stub f76498a2bf43
