@@ -187,10 +187,10 @@ def loaded(answer: Any, folder: Path, model: nn.Module, optimizer: Optimizer) ->
 
 def comes_back(answer: Any, rank: int, folder: Path, is_evaluated: bool) -> None:
     """Save and load a model of two dtypes, or one that was just evaluated."""
-    model, optimizer = trained(make()) if is_evaluated else small()
+    model, optimizer = trained(make(blocks=2)) if is_evaluated else small()
     saved, before = state(model, optimizer), local_state(model, optimizer)
     if is_evaluated:
-        model.set_reshard_after_forward(False)  # blocks stay unsharded too
+        model.blocks[0].set_reshard_after_forward(False)  # it stays unsharded too
         evaluate(model)
     answer.save(folder, model, optimizer, STEP)
     cause = "numpy() of an unsharded parameter: FSDP cannot free it"
