@@ -77,8 +77,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     Args:
         folder: of the run's checkpoints; made if missing; other files in it stay.
         model: sharded over all ranks, with the same buffers on each.
-        optimizer: SGD, Adam or AdamW, after a step with gradients for exactly the parameters that
-            require them; frozen ones have no state.
+        optimizer: SGD, Adam or AdamW, after a step of all trainable parameters; frozen ones have
+            no state.
         step: of training, from 1.
 
     Raises:
@@ -153,4 +153,4 @@ def load_whole(path: str | os.PathLike[str], model: nn.Module) -> None:
     raise NotImplementedError
 
 
-# untouched stub f76498a2bf43
+# untouched stub 403338b8f32c

@@ -128,8 +128,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer,
     Args:
         folder: of the run's checkpoints; made if missing; other files in it stay.
         model: sharded over all ranks, with the same buffers on each.
-        optimizer: SGD, Adam or AdamW, after a step with gradients for exactly the parameters that
-            require them; frozen ones have no state.
+        optimizer: SGD, Adam or AdamW, after a step of all trainable parameters; frozen ones have
+            no state.
         step: of training, from 1.
 
     Raises:
