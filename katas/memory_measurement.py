@@ -78,7 +78,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     Details:
         1. A graph that is gone does not count, even if its tensors live on.
         2. Once the caller drops the result, its graph is freed without the garbage collector.
-        3. Gradients and memory are as after `forward` alone, if the caller has no such hooks.
+        3. If the caller has no hooks, gradients and memory are as after `forward` alone.
     """
     raise NotImplementedError
 
@@ -160,4 +160,4 @@ def training_bytes(
     raise NotImplementedError
 
 
-# untouched stub 4821a9090b01
+# untouched stub 5a10bdef0ce2

@@ -104,7 +104,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     Details:
         1. A graph that is gone does not count, even if its tensors live on.
         2. Once the caller drops the result, its graph is freed without the garbage collector.
-        3. Gradients and memory are as after `forward` alone, if the caller has no such hooks.
+        3. If the caller has no hooks, gradients and memory are as after `forward` alone.
     """
     # The graph owns the boxes, and we refer to them weakly: a box lives as long as autograd would
     # have kept the tensor, so a graph that is dropped on the way takes its boxes along.

@@ -66,7 +66,8 @@ def killed_saves(answer: Any, rank: int, folder: Path) -> None:
             answer.save(path, model, optimizer, 5)
             check_loads(answer, path, new, f"after a new save, {when}", IN_THE_WAY)
             cause = "other files in the folder are taken for leftovers of a save"
-            check_equal((path / "logs.tmp").exists(), True, "whether it is there", cause=cause)
+            there = (path / "logs.tmp").exists()
+            check_equal(there, True, "whether logs.tmp is there", cause=cause)
 
 
 def full_disk(answer: Any, rank: int, folder: Path, full_on: int) -> None:
