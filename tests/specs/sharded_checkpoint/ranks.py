@@ -81,8 +81,10 @@ def load_and_go_on(
     for group in optimizer.param_groups:
         others = {"betas": (0.5, 0.6), "momentum": 0.5, "foreach": False}
         group.update({key: value for key, value in others.items() if key in group})
-    if has_trained:
-        step(model, optimizer, 0)
+    if has_trained:  # and some weight has no state yet
+        late = model.blocks[0].norm.weight.requires_grad_(False)
+        move(model, optimizer)
+        late.requires_grad_()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     held = state(model, optimizer)
