@@ -172,6 +172,7 @@ def peak_memory(
         del existing  # a list made for this call would keep alive what the step frees
         return _peak_on_cpu(step, watch, baseline)
     if device.type == "cuda":
+        del existing
         return _peak_on_cuda(step, device)
     raise ValueError(f"device must be cpu or cuda, not {str(device)!r}")
 

@@ -126,6 +126,8 @@ class TestPart4MasterWeights:
             some = optimizer | {"param_groups": optimizer["param_groups"][:groups]}
             other = {"masters": [*map(torch.zeros, shapes)], "optimizer": some}
             cause = "only the number of masters or of elements is compared, or nothing"
+            if not groups:
+                cause = "the optimizer's state is not loaded, or its error is swallowed"
             load = partial(side.load_state_dict, other)
             check_raises(load, ValueError, mentions=named, when=f"for {what}", cause=cause)
             cause = "this is checked after something has been loaded"

@@ -149,7 +149,7 @@ FOUND = MEANINGS | {
     "gradients at": "another divisor than the tokens of all ranks, old gradients, or DDP's hooks "
     "are bypassed",
     "result": "it is not this rank's share of the mean over the tokens of all ranks",
-    "kept gradients": "another divisor, or the window begins before the other rank's is known",
+    "kept gradients": "another divisor, or the window begins before those of all ranks are checked",
     "weights": "another step was taken: other tokens or ranks count, or old gradients do",
 }
 ON_RANKS = law(None, oracle.accumulate_on_ranks, tokens, FREE, OF_TOKENS, FOUND, RankLaw)

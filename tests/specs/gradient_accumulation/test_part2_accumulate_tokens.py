@@ -62,7 +62,7 @@ class TestPart2AccumulateTokens:
         """0 is the padding of many tokenizers, and a class like any other for F.cross_entropy."""
         for n in (0, -1, 255):
             yield f"ignore_index {n}", of(*UNEQUAL, ignore_index=n)
-        yield "ignore_index 0, which has no chance", of(*UNEQUAL, ignore_index=0), tokens.never_0
+        yield "ignore_index 0, its logits -inf", of(*UNEQUAL, ignore_index=0), tokens.never_0
 
     @pytest.mark.exact("accumulate_tokens", "window")
     @TOKENS.spec()

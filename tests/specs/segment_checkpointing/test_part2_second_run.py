@@ -170,7 +170,7 @@ class TestPart2SecondRun:
 
         before = observed()
         check_ending(step, end, lambda: None)
-        cause = "it is set by hand for the second run, and not restored when that fails: use `with`"
+        cause = "it is set by hand for a run, and not restored after an error: use `with`"
         check_equal(observed(), before, "what is in force", cause=cause, clause=UNTOUCHED)
         if run == 2:
             numbers = draw.next_random(device)

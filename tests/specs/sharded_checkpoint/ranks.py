@@ -55,16 +55,11 @@ def on_rank_0(action: Callable[[], object]) -> None:
 
 
 def save_and_go_on(answer: Any, rank: int, folder: Path, kind: Any) -> dict[str, Any]:
-    """Two steps, a checkpoint, and two more steps; learning rates fall after the first two.
-
-    A weight is frozen in the first step, as where layers are unfrozen one by one.
-    """
+    """Two steps, a checkpoint, and two more steps; learning rates fall after the first two."""
     model = sharded(tied())
     optimizer = in_groups(model.parameters(), kind, 0.01)
-    late = model.blocks[0].norm.weight.requires_grad_(False)
-    for train in (lambda: move(model, optimizer), lambda: step(model, optimizer, 1)):
-        train()
-        late.requires_grad_()
+    for train in (_first_step, functools.partial(step, number=1)):
+        train(model, optimizer)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # as schedulers do
             group["lr"] = group["lr"] * 0.7
@@ -81,10 +76,8 @@ def load_and_go_on(
     for group in optimizer.param_groups:
         others = {"betas": (0.5, 0.6), "momentum": 0.5, "foreach": False}
         group.update({key: value for key, value in others.items() if key in group})
-    if has_trained:  # and some weight has no state yet
-        late = model.blocks[0].norm.weight.requires_grad_(False)
-        move(model, optimizer)
-        late.requires_grad_()
+    if has_trained:
+        _first_step(model, optimizer)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     held = state(model, optimizer)
@@ -100,6 +93,13 @@ def load_and_go_on(
     check_close(after, saved["after"], "losses of the next steps", cause=cause, rtol=1e-4)
 
 
+def _first_step(model: nn.Module, optimizer: Optimizer) -> None:
+    """One weight is still frozen, as where layers are unfrozen one by one, and gets no state."""
+    late = model.blocks[0].norm.weight.requires_grad_(False)
+    move(model, optimizer)
+    late.requires_grad_()
+
+
 def _goes_on(model: nn.Module, optimizer: Optimizer) -> torch.Tensor:
     return torch.tensor([step(model, optimizer, number) for number in (2, 3)])
 
@@ -107,16 +107,16 @@ def _goes_on(model: nn.Module, optimizer: Optimizer) -> torch.Tensor:
 def check_loaded(
     model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], before: Any, cause: str = LACKS
 ) -> None:
-    """Everything is as it was saved, with this step."""
+    """Everything is as it was saved."""
     __tracebackhide__ = True
     got, want = state(model, optimizer), {**saved}
     settings, own = got.pop(SETTINGS), want.pop(SETTINGS)
     steps = {n: v for n, v in want.items() if n.startswith("step of ")}
     most = max(map(float, steps.values()), default=0)
     suspects = {
-        f"{what} is the step of every parameter": want
+        f"{what} is loaded as the optimizer's step of every parameter": want
         | {name: torch.full_like(v, number) for name, v in steps.items()}
-        for what, number in (("the step of training", STEP), ("the step of one parameter", most))
+        for what, number in (("the step of training", STEP), ("one parameter's step", most))
     }
     check_equal(got, want, "what is loaded", suspects=suspects, before=before, cause=cause)
     cause = "settings, such as learning rates, are not saved and loaded for every group"
